@@ -1,0 +1,207 @@
+"""A step as flat arrays: everything that a forward pass needs, in one object handed down.
+
+In: the scheduler's list of (sequence, start, number of tokens).
+Out: a `Batch` of tensors. The tokens of all sequences lie one behind the other, no padding:
+
+    A decodes token 20, B's prompt tokens 0..4:
+    input_ids       a20 | b0 b1 b2 b3 b4        [T]
+    cu_seqlens_q    0     1              6      [S + 1]
+    seq_lens        21    5                     [S]   keys to attend to, this chunk included
+    logits_indices  0     5                     [R]   rows whose logits are sampled
+
+Invariants: host arrays are numpy, uploaded once; the runner and the model see only this, never a
+Sequence; ids and slots are int64, tables and lengths int32.
+
+T tokens in the step, S sequences, R sampled rows, M blocks in the longest table.
+"""
+
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from nanoinfer.scheduler import ScheduledSequence
+from nanoinfer.sequence import Sequence
+
+NULL_SLOT = 0  # a slot of block 0, which no sequence owns
+
+
+class Entries(NamedTuple):
+    """Sparse values to apply to single logits: value[i] at [row[i], token_id[i]]."""
+
+    rows: Tensor
+    token_ids: Tensor
+    values: Tensor
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingBatch:
+    """How each sampled row is drawn; see `sampler.py`."""
+
+    temperatures: Tensor  # [R] float32, 0: greedy
+    top_k: Tensor  # [R] int64, 0: off
+    top_p: Tensor  # [R] float32
+    min_p: Tensor  # [R] float32
+    seeds: Tensor  # [R] int64
+    positions: Tensor  # [R] int64, index of the token that is drawn
+    added: Entries | None  # logit_bias, and -inf for what min_tokens forbids
+    repetition: Entries | None  # factors over prompt and output
+    penalties: Entries | None  # presence and frequency, over the output
+    num_logprobs: list[int | None]
+    has_random: bool
+    has_filters: bool
+
+
+class PromptLogprobs(NamedTuple):
+    """Rows of a prompt chunk whose next tokens' logprobs are wanted."""
+
+    entry: int  # which scheduled sequence
+    rows: slice  # of hidden states, in the step
+    targets: list[int]
+    num_logprobs: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batch:
+    """One step's inputs on the device."""
+
+    input_ids: Tensor  # [T] int64
+    positions: Tensor  # [T] int64
+    slot_mapping: Tensor  # [T] int64
+    cu_seqlens_q: Tensor  # [S + 1] int32
+    seq_lens: Tensor  # [S] int32
+    block_tables: Tensor  # [S, M] int32
+    logits_indices: Tensor  # [R] int64
+    sampled_entries: list[int]  # [R] which scheduled sequence a sampled row belongs to
+    num_entries: int
+    max_q_len: int
+    max_seq_len: int
+    sampling: SamplingBatch | None
+    prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
+
+    @staticmethod
+    def build(step: list[ScheduledSequence], block_size: int, device: torch.device) -> "Batch":
+        """Flatten a step and upload it."""
+        q_lens = np.array([entry.num_tokens for entry in step])
+        cu_seqlens_q = np.concatenate(([0], np.cumsum(q_lens)))
+        seq_lens = np.array([entry.start + entry.num_tokens for entry in step])
+        tables = np.zeros((len(step), max(len(e.seq.block_table) for e in step)), np.int32)
+        input_ids, positions, slots = [], [], []
+        for i, (seq, start, num_tokens, _) in enumerate(step):
+            stop = start + num_tokens
+            tables[i, : len(seq.block_table)] = seq.block_table
+            input_ids.extend(seq.token_ids[start:stop])
+            positions.append(seq.positions(start, stop))
+            where = np.arange(start, stop)
+            slots.append(tables[i, where // block_size] * np.int64(block_size) + where % block_size)
+        sampled = [i for i, entry in enumerate(step) if entry.is_sampling]
+
+        def upload(array: np.ndarray | list, dtype: type) -> Tensor:
+            return torch.from_numpy(np.asarray(array, dtype)).to(device)
+
+        return Batch(
+            input_ids=upload(input_ids, np.int64),
+            positions=upload(np.concatenate(positions, axis=-1), np.int64),
+            slot_mapping=upload(np.concatenate(slots), np.int64),
+            cu_seqlens_q=upload(cu_seqlens_q, np.int32),
+            seq_lens=upload(seq_lens, np.int32),
+            block_tables=upload(tables, np.int32),
+            logits_indices=upload(cu_seqlens_q[1:][sampled] - 1, np.int64),
+            sampled_entries=sampled,
+            num_entries=len(step),
+            max_q_len=int(q_lens.max()),
+            max_seq_len=int(seq_lens.max()),
+            sampling=_build_sampling([step[i].seq for i in sampled], device) if sampled else None,
+            prompt_logprobs=_find_prompt_logprobs(step, cu_seqlens_q),
+        )
+
+    @staticmethod
+    def dummy(num_tokens: int, block_size: int, device: torch.device) -> "Batch":
+        """One prompt of `num_tokens` in the null block: the worst case, to measure memory."""
+        num_blocks = -(-num_tokens // block_size)
+        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+        lengths = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
+        return Batch(
+            input_ids=zeros,
+            positions=torch.arange(num_tokens, device=device),
+            slot_mapping=zeros + NULL_SLOT,
+            cu_seqlens_q=lengths,
+            seq_lens=lengths[1:],
+            block_tables=torch.zeros(1, num_blocks, dtype=torch.int32, device=device),
+            logits_indices=zeros[:1],
+            sampled_entries=[],
+            num_entries=1,
+            max_q_len=num_tokens,
+            max_seq_len=num_tokens,
+            sampling=None,
+        )
+
+
+def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch:
+    params = [seq.params for seq in seqs]
+
+    def upload(values: Seq[float], dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.tensor(values, dtype=dtype).to(device)
+
+    def entries(parts: list[tuple[int, np.ndarray, np.ndarray]]) -> Entries | None:
+        if not parts:
+            return None
+        rows = np.repeat([row for row, *_ in parts], [len(ids) for _, ids, _ in parts])
+        ids = np.concatenate([ids for _, ids, _ in parts])
+        values = np.concatenate([values for *_, values in parts])
+        return Entries(
+            torch.from_numpy(rows.astype(np.int64)).to(device),
+            torch.from_numpy(ids.astype(np.int64)).to(device),
+            torch.from_numpy(values.astype(np.float32)).to(device),
+        )
+
+    added, repetition, penalties = [], [], []
+    for row, seq in enumerate(seqs):
+        p = seq.params
+        if p.logit_bias:
+            added.append((row, np.array(list(p.logit_bias)), np.array(list(p.logit_bias.values()))))
+        if seq.num_output_tokens < p.min_tokens:
+            eos = () if p.ignore_eos else seq.request.eos_token_ids
+            stops = np.array(sorted({*eos, *p.stop_token_ids}), np.int64)
+            added.append((row, stops, np.full(len(stops), -np.inf)))
+        if p.repetition_penalty != 1.0:
+            seen = np.unique(seq.token_ids)
+            repetition.append((row, seen, np.full(len(seen), p.repetition_penalty)))
+        if p.presence_penalty or p.frequency_penalty:
+            ids, counts = np.unique(np.array(seq.output_token_ids, np.int64), return_counts=True)
+            penalties.append((row, ids, -p.presence_penalty - p.frequency_penalty * counts))
+    return SamplingBatch(
+        temperatures=upload([p.temperature for p in params]),
+        top_k=upload([max(p.top_k, 0) for p in params], torch.int64),
+        top_p=upload([p.top_p for p in params]),
+        min_p=upload([p.min_p for p in params]),
+        seeds=upload([seq.seed for seq in seqs], torch.int64),
+        positions=upload([len(seq) for seq in seqs], torch.int64),
+        added=entries(added),
+        repetition=entries(repetition),
+        penalties=entries(penalties),
+        num_logprobs=[p.logprobs for p in params],
+        has_random=any(not p.is_greedy for p in params),
+        has_filters=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
+    )
+
+
+def _find_prompt_logprobs(
+    step: list[ScheduledSequence], cu_seqlens_q: np.ndarray
+) -> list[PromptLogprobs]:
+    found = []
+    for i, (seq, start, num_tokens, _) in enumerate(step):
+        if not seq.wants_prompt_logprobs:
+            continue
+        # Row p predicts token p + 1. Rows reported before a preemption are not reported again.
+        done = len(seq.request.prompt_logprobs) - 1
+        first, last = max(start, done), min(start + num_tokens, seq.num_prompt_tokens - 1)
+        if first < last:
+            offset = int(cu_seqlens_q[i]) - start
+            targets = seq.token_ids[first + 1 : last + 1]
+            rows = slice(first + offset, last + offset)
+            found.append(PromptLogprobs(i, rows, targets, seq.params.prompt_logprobs))
+    return found

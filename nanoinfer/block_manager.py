@@ -1,0 +1,177 @@
+"""Who owns which KV block, and which blocks can be found again by their content.
+
+In: sequences that need room for more tokens, or are done. Out: their `block_table`s.
+
+    block            0      1      2      3      4      5
+                 [ null ][ used ][ used ][cached][ free ][ free ]
+    sequence A's table: [1, 2]     tokens 0..15 in block 1, 16..31 in block 2 (block_size 16)
+
+Invariants: used + free (cached ones included) = total; a block's reference count is the number of
+tables that hold it; block 0 belongs to nobody: padding writes there. A block is registered only
+when it is full and computed. Its key is a hash over (id of the parent's chain, its token ids), so
+equal blocks behind different prefixes differ; ids and parent are compared on a hit, and a chain id
+is never used twice, so a hash collision costs time, never a wrong answer. A freed block keeps its
+content until it is reused: least recently used first, a chain's tail before its head.
+
+A production engine adds: several block sizes, offloading to host memory, eviction policies.
+Paged KV: vLLM (Kwon et al., 2023); hashed prefix blocks: vLLM's automatic prefix caching.
+"""
+
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import xxhash
+
+from nanoinfer.sequence import Sequence
+
+ROOT = 0  # chain id of "no tokens yet"
+
+
+class BlockContent(NamedTuple):
+    """What a registered block holds: these ids, behind the chain `parent`."""
+
+    parent: int
+    token_ids: tuple[int, ...]
+
+
+class BlockManager:
+    """Allocates, shares, finds and frees KV blocks 1..num_blocks."""
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        hash_block: Callable[[BlockContent], int] | None = None,
+    ) -> None:
+        self.num_blocks = num_blocks
+        self.block_size = block_size
+        self._enable_prefix_caching = enable_prefix_caching
+        self._hash = hash_block or _hash_block
+        self._ref_counts = [0] * (num_blocks + 1)
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(1, num_blocks + 1))
+        self._contents: dict[int, BlockContent] = {}  # block id -> what it is registered for
+        self._chain_ids: dict[int, int] = {}  # block id -> id of the chain that ends in it
+        self._by_hash: dict[int, int] = {}  # hash of a content -> block id
+        self._next_chain_id = ROOT + 1
+
+    @property
+    def num_free_blocks(self) -> int:
+        return len(self._free)
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def find_prefix(self, seq: Sequence) -> list[int]:
+        """Blocks that already hold the start of `seq`, at most up to its last token but one.
+
+        At least one token must be computed, since its logits are what is sampled from.
+        """
+        blocks: list[int] = []
+        parent = ROOT
+        if not self._enable_prefix_caching or seq.wants_prompt_logprobs:
+            return blocks
+        for i in range((len(seq) - 1) // self.block_size):
+            block = self._lookup(self._content(seq, i, parent))
+            if block is None:
+                break
+            blocks.append(block)
+            parent = self._chain_ids[block]
+        return blocks
+
+    def next_content(self, seq: Sequence, blocks: list[int]) -> BlockContent | None:
+        """What the block behind `blocks` will hold; None while its tokens are not all known."""
+        if not self._enable_prefix_caching or len(seq) < (len(blocks) + 1) * self.block_size:
+            return None
+        parent = self._chain_ids[blocks[-1]] if blocks else ROOT
+        return self._content(seq, len(blocks), parent)
+
+    def next_unregistered(self, seq: Sequence) -> BlockContent | None:
+        """What the first block of a running sequence that is not registered yet will hold."""
+        if not self._enable_prefix_caching:
+            return None
+        if len(seq) < (seq.num_registered_blocks + 1) * self.block_size:
+            return None
+        return self._content(seq, seq.num_registered_blocks, seq.chain_id)
+
+    def can_allocate(self, num_tokens: int, prefix: list[int]) -> bool:
+        """Is there room for a new sequence of `num_tokens` that starts with `prefix`?"""
+        revived = sum(self._ref_counts[block] == 0 for block in prefix)
+        needed = self.num_blocks_for(num_tokens) - len(prefix) + revived
+        return needed <= len(self._free)
+
+    def allocate_prefix(self, seq: Sequence, prefix: list[int]) -> None:
+        """Share the blocks found by `find_prefix`."""
+        assert not seq.block_table, f"{seq.request.request_id} already holds blocks"
+        for block in prefix:
+            self._free.pop(block, None)
+            self._ref_counts[block] += 1
+        seq.block_table = list(prefix)
+        seq.num_registered_blocks = len(prefix)
+        seq.chain_id = self._chain_ids[prefix[-1]] if prefix else ROOT
+        seq.num_computed = len(prefix) * self.block_size
+
+    def allocate(self, seq: Sequence, num_tokens: int) -> bool:
+        """Extend the table of `seq` to hold `num_tokens`; False, and nothing done, if short."""
+        missing = self.num_blocks_for(num_tokens) - len(seq.block_table)
+        if missing > len(self._free):
+            return False
+        for _ in range(missing):
+            block, _ = self._free.popitem(last=False)
+            self._forget(block)
+            self._ref_counts[block] = 1
+            seq.block_table.append(block)
+        return True
+
+    def register(self, seq: Sequence) -> None:
+        """Make the full, computed blocks of `seq` findable. A duplicate stays unregistered."""
+        if not self._enable_prefix_caching:
+            return
+        for i in range(seq.num_registered_blocks, seq.num_computed // self.block_size):
+            content = self._content(seq, i, seq.chain_id)
+            twin = self._lookup(content)
+            if twin is None:
+                twin = seq.block_table[i]
+                self._chain_ids[twin] = self._next_chain_id
+                self._next_chain_id += 1
+                self._contents[twin] = content
+                self._by_hash.setdefault(self._hash(content), twin)
+            seq.chain_id = self._chain_ids[twin]
+            seq.num_registered_blocks += 1
+
+    def free(self, seq: Sequence) -> None:
+        """Give the blocks of `seq` back, its tail first."""
+        for block in reversed(seq.block_table):
+            self._ref_counts[block] -= 1
+            if self._ref_counts[block] == 0:
+                self._free[block] = None
+                if block not in self._contents:  # holds nothing that can be found: reuse it first
+                    self._free.move_to_end(block, last=False)
+        seq.block_table = []
+        seq.chain_id = ROOT
+        seq.num_registered_blocks = seq.num_computed = 0
+
+    def _content(self, seq: Sequence, index: int, parent: int) -> BlockContent:
+        start = index * self.block_size
+        return BlockContent(parent, tuple(seq.token_ids[start : start + self.block_size]))
+
+    def _lookup(self, content: BlockContent) -> int | None:
+        block = self._by_hash.get(self._hash(content))
+        return block if block is not None and self._contents[block] == content else None
+
+    def _forget(self, block: int) -> None:
+        """The block is about to be overwritten: nothing may find it any more."""
+        content = self._contents.pop(block, None)
+        if content is not None:
+            del self._chain_ids[block]
+            key = self._hash(content)
+            if self._by_hash.get(key) == block:
+                del self._by_hash[key]
+
+
+def _hash_block(content: BlockContent) -> int:
+    """xxh3 over fixed-width integers: (1, 23) and (12, 3) must not look alike."""
+    ids = np.array((content.parent, *content.token_ids), dtype=np.int64)
+    return xxhash.xxh3_64_intdigest(ids.tobytes())

@@ -1,0 +1,67 @@
+"""The table of kernels: which body runs behind each op, decided once per engine.
+
+In: the device, the engine's `kernels` ("auto" or "ref") and whether to torch.compile.
+Out: a frozen `Kernels`, given to layers at construction. Every body of an op has the reference's
+signature, so a layer never asks which one it has. "ref" is plain PyTorch throughout: it runs the
+whole engine, slowly, and is what the others are compared with.
+"""
+
+import logging
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoinfer.kernels.build import KernelBuildError, load_library, num_threads
+from nanoinfer.kernels.paged_attention import make_paged_attention_cpu, paged_attention_ref
+from nanoinfer.kernels.rms_norm import add_rms_norm_ref, rms_norm_ref
+from nanoinfer.kernels.rotary import rotary_ref
+from nanoinfer.kernels.silu_mul import silu_mul_ref
+from nanoinfer.kernels.store_kv import store_kv_ref
+
+logger = logging.getLogger("nanoinfer")
+
+
+class Kernels(NamedTuple):
+    """One callable per op, and the name of the set."""
+
+    name: str = "ref"
+    pack_weights: bool = False
+    rms_norm: Callable[..., Tensor] = rms_norm_ref
+    add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm_ref
+    rotary: Callable[..., tuple[Tensor, Tensor]] = rotary_ref
+    silu_mul: Callable[..., Tensor] = silu_mul_ref
+    store_kv: Callable[..., None] = store_kv_ref
+    paged_attention: Callable[..., Tensor] = paged_attention_ref
+
+
+def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Kernels:
+    """The best bodies that this machine has, with one warning if it lacks what they need."""
+    table = Kernels()
+    if kernels == "auto" and device.type == "cpu":
+        table = _cpu_kernels()
+    if use_compile:
+        elementwise = ("rms_norm", "add_rms_norm", "rotary", "silu_mul")
+        compiled = {
+            op: torch.compile(getattr(table, op), dynamic=True, fullgraph=True)
+            for op in elementwise
+        }
+        table = table._replace(**compiled)
+    return table
+
+
+def _cpu_kernels() -> Kernels:
+    pack_weights = torch.backends.mkldnn.is_available() and bool(
+        torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
+    try:
+        library = load_library()
+    except KernelBuildError as error:
+        logger.warning("no C++ kernels, running the PyTorch references (slower): %s", error)
+        return Kernels(pack_weights=pack_weights)
+    return Kernels(
+        name="cpu",
+        pack_weights=pack_weights,
+        paged_attention=make_paged_attention_cpu(library, num_threads(library)),
+    )

@@ -1,0 +1,165 @@
+"""Build the C++ kernels on first use and load them.
+
+In: every `.cpp` beside this file. Out: one shared library with a plain C ABI, opened by ctypes: no
+torch headers, so that a build takes seconds.
+
+Invariant: a cached library is only ever opened by the machine that it was built for. Its name is a
+hash of all that went into it: sources, compiler and version, flags and the CPU's features
+(`-march=native` code from another machine ends in SIGILL). It is compiled under a temporary name
+and renamed, so that no process ever sees half of one.
+
+A production engine ships binaries for several CPUs and picks one at run time.
+"""
+
+import ctypes
+import functools
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import tempfile
+from pathlib import Path
+
+import torch
+import xxhash
+
+# Never -ffast-math: masks are -inf. What is left of it here keeps inf, NaN and the order of sums.
+_FLAGS = (
+    *("-O3", "-std=c++17", "-fopenmp", "-fPIC", "-shared", "-Wno-psabi"),
+    *("-fno-math-errno", "-fno-trapping-math", "-ffp-contract=fast"),
+)
+_DIGEST_BYTES = 16
+
+
+class KernelBuildError(RuntimeError):
+    """The kernels cannot be built here; the message is one line that says why."""
+
+
+def load_library(source_folder: Path = Path(__file__).parent) -> ctypes.CDLL:
+    """Open the library of all `*.cpp` in a folder; compile it when the cache has none.
+
+    Compiler: $CXX, else c++, g++ or clang++. Cache: $XDG_CACHE_HOME/nanoinfer/kernels.
+    Raises KernelBuildError where there is no compiler or it fails.
+    """
+    compiler = _find_compiler()
+    sources = tuple(sorted(source_folder.glob("*.cpp")))
+    version = _run([*compiler, "--version"])
+    recipe = (*compiler, version, *_FLAGS, *_native_flags(), *sorted(cpu_features()))
+    texts = (source.read_text() for source in sources)
+    key = xxhash.xxh3_128_hexdigest("\0".join((*recipe, *texts)).encode())
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return _open_or_build(Path(home, "nanoinfer", "kernels", f"{key}.so"), compiler, sources)
+
+
+def cpu_features() -> frozenset[str]:
+    """Instruction sets by /proc/cpuinfo's names, such as "avx2" or "asimd"; elsewhere empty."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    pairs = (line.partition(":") for line in lines)
+    named = (value for name, _, value in pairs if name.strip() in ("flags", "Features"))
+    return frozenset(next(named, "").split())
+
+
+def num_threads(library: ctypes.CDLL) -> int:
+    """Threads that a kernel may use: torch's, or 1 where torch runs another OpenMP.
+
+    Two OpenMP pools on the same cores spin against each other and stall for whole time slices.
+    """
+    return torch.get_num_threads() if _shares_torch_threads(library) else 1
+
+
+@functools.cache
+def _open_or_build(path: Path, compiler: tuple[str, ...], sources: tuple[Path, ...]) -> ctypes.CDLL:
+    if (library := _open(path)) is not None:
+        return library
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        work = tempfile.mkdtemp(dir=path.parent)
+    except OSError:  # the cache cannot be written: build for this process alone
+        work = tempfile.mkdtemp()
+        path = Path(work, path.name)
+    try:
+        built = Path(work, "building.so")
+        _compile(compiler, sources, built)
+        os.replace(built, path)
+        library = _open(path)
+    finally:
+        shutil.rmtree(work)  # an opened library stays mapped
+    if library is None:
+        raise KernelBuildError(f"{compiler[0]}: built a library that does not load")
+    return library
+
+
+def _open(path: Path) -> ctypes.CDLL | None:
+    """Open a finished library, or return None where it is missing or damaged."""
+    try:
+        data = path.read_bytes()
+        # Without this check a truncated file is mapped, then kills the process with SIGBUS.
+        if xxhash.xxh3_128_digest(data[:-_DIGEST_BYTES]) != data[-_DIGEST_BYTES:]:
+            return None
+        return ctypes.CDLL(str(path))
+    except OSError:
+        return None
+
+
+def _compile(compiler: tuple[str, ...], sources: tuple[Path, ...], built: Path) -> None:
+    arguments = [*_FLAGS, *map(str, sources), "-o", str(built)]
+    *others, last = _native_flags()
+    for native in others:
+        try:
+            _run([*compiler, native, *arguments])
+            break
+        except KernelBuildError:
+            continue
+    else:
+        _run([*compiler, last, *arguments])
+    with built.open("r+b") as file:
+        digest = xxhash.xxh3_128_digest(file.read())
+        file.write(digest)  # ELF ignores what follows its last section
+
+
+def _find_compiler() -> tuple[str, ...]:
+    if command := os.environ.get("CXX"):
+        return tuple(shlex.split(command))
+    names = ("c++", "g++", "clang++")
+    if (found := next(filter(None, map(shutil.which, names)), None)) is None:
+        raise KernelBuildError(f"no C++ compiler: none of {', '.join(names)} on PATH, no CXX set")
+    return (found,)
+
+
+def _native_flags() -> tuple[str, ...]:
+    """The flag for "this CPU", best first: older compilers know only the second on Arm."""
+    is_arm = platform.machine() in ("aarch64", "arm64")
+    return ("-march=native", "-mcpu=native") if is_arm else ("-march=native",)
+
+
+def _run(command: list[str]) -> str:
+    try:
+        done = subprocess.run(
+            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
+        )
+    except OSError as error:
+        raise KernelBuildError(f"{command[0]}: {error.strerror}") from error
+    if done.returncode != 0:
+        lines = done.stdout.strip().splitlines() or [f"exit status {done.returncode}"]
+        # The last line is often a caret under the source: the first "error" says more.
+        reason = next((line for line in lines if "error" in line), lines[-1])
+        raise KernelBuildError(f"{command[0]}: {reason.strip()}")
+    return done.stdout
+
+
+@functools.cache
+def _shares_torch_threads(library: ctypes.CDLL) -> bool:
+    """Set torch's number of threads to two values and see whether our OpenMP follows."""
+    before = torch.get_num_threads()
+    try:
+        for count in (before + 1, before):
+            torch.set_num_threads(count)
+            if library.nanoinfer_omp_max_threads() != count:
+                return False
+    finally:
+        torch.set_num_threads(before)
+    return True

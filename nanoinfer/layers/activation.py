@@ -1,0 +1,29 @@
+"""SwiGLU: gate and up come from one GEMM, are combined in one pass, and go down again."""
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.kernels import Kernels
+from nanoinfer.layers.linear import Linear
+
+
+class MLP(nn.Module):
+    """down(silu(gate(x)) * up(x))."""
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        kernels: Kernels,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        super().__init__()
+        sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
+        self.gate_up_proj = Linear(hidden_size, sizes, dtype=dtype, device=device)
+        self.down_proj = Linear(intermediate_size, hidden_size, dtype=dtype, device=device)
+        self._kernels = kernels
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(self._kernels.silu_mul(self.gate_up_proj(x)))

@@ -1,0 +1,56 @@
+"""Attention over the paged cache: store this step's keys and values, then attend.
+
+In: q [T, H, D], k and v [T, KV, D] of the step's tokens; the layer's cache; the batch.
+Out: [T, H * D]. One entry for prompts, chunks and decoding: all are "the last q_len of seq_len
+tokens", causal inside each sequence. Keys are found through the block table:
+
+    sequence of 5 tokens, block size 2, table [7, 3, 9]:
+    cache block 7: t0 t1    block 3: t2 t3    block 9: t4 --
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from nanoinfer.batch import Batch
+from nanoinfer.kernels import Kernels
+
+
+class KVCache(NamedTuple):
+    """One layer's keys and values, each [num_blocks, block_size, KV, D]. Block 0: null block."""
+
+    k: Tensor
+    v: Tensor
+
+
+class KVCacheSpec(NamedTuple):
+    """What one layer needs to cache per token."""
+
+    num_kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+
+    @property
+    def bytes_per_token(self) -> int:
+        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+
+    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
+        """Zeros: an unwritten slot must hold finite numbers (and costs no memory until touched)."""
+        shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
+        k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
+        return KVCache(k, v)
+
+
+class Attention(nn.Module):
+    def __init__(self, head_dim: int, kernels: Kernels) -> None:
+        super().__init__()
+        self._scale = head_dim**-0.5
+        self._kernels = kernels
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, batch: Batch) -> Tensor:
+        self._kernels.store_kv(k, v, cache.k, cache.v, batch.slot_mapping)
+        out = self._kernels.paged_attention(
+            q, cache.k, cache.v, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, self._scale
+        )
+        return out.flatten(-2)

@@ -1,0 +1,404 @@
+"""The engine's loop and the user's API.
+
+In: prompts (text, token ids, chat messages) and SamplingParams. Out: `RequestOutput`s.
+
+`LLMEngine.step` is the whole engine: schedule, build, run, commit. `LLM` is vLLM's offline API on
+top of it: `generate`, `chat`, and `stream`, which may run beside other calls on the same engine,
+since every call only waits for its own requests while each step serves all.
+
+Invariants: a list of prompts is checked whole before any is queued; what can never run is refused
+here, so that a running engine never asserts on load; after an exception in a step, or Ctrl-C, the
+next call starts clean.
+"""
+
+import functools
+import itertools
+import logging
+import operator
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from collections.abc import Sequence as Seq
+from pathlib import Path
+from typing import Any
+
+import xxhash
+from tqdm import tqdm
+
+from nanoinfer.batch import Batch
+from nanoinfer.block_manager import BlockManager
+from nanoinfer.config import EngineConfig, ModelConfig, as_list, load_generation_config
+from nanoinfer.loader import find_checkpoint
+from nanoinfer.model_runner import ModelRunner
+from nanoinfer.outputs import EngineStats, RequestOutput
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduler import Scheduler
+from nanoinfer.sequence import Request, Sequence
+from nanoinfer.tokenizer import Detokenizer, Tokenizer
+
+logger = logging.getLogger("nanoinfer")
+
+Prompt = str | list[int] | Mapping[str, Any]
+_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class LLMEngine:
+    """Requests in, steps, outputs. One engine may serve several threads."""
+
+    def __init__(self, config: EngineConfig, skip_tokenizer_init: bool = False) -> None:
+        self.config = config
+        folder = find_checkpoint(config.model)
+        self.model_config = ModelConfig.from_hf(folder)
+        tokenizer_folder = find_checkpoint(config.tokenizer) if config.tokenizer else folder
+        self.tokenizer = Tokenizer(tokenizer_folder, skip=skip_tokenizer_init)
+        self._generation_config = load_generation_config(folder)
+        self._eos_token_ids = self._find_eos_token_ids()
+        if (config.max_model_len or 0) > self.model_config.max_model_len:
+            raise ValueError(
+                f"max_model_len: got {config.max_model_len}, need at most "
+                f"{self.model_config.max_model_len}, the model's; for more, set yarn in config.json"
+            )
+        self._runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
+        self.kernels = self._runner.kernels.name
+        self.max_model_len = self._choose_max_model_len(self._runner.num_kv_blocks)
+        self.scheduler = Scheduler(
+            functools.partial(
+                BlockManager,
+                self._runner.num_kv_blocks,
+                config.block_size,
+                config.enable_prefix_caching,
+            ),
+            config.max_num_seqs,
+            config.max_num_batched_tokens,
+        )
+        self._requests: dict[str, Request] = {}
+        self._counter = itertools.count()
+        self._num_steps = 0
+        self._lock = threading.RLock()
+
+    def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
+        """Check a prompt and its parameters; nothing is queued. ValueError says what is wrong."""
+        params, text = params.clone(), None
+        if isinstance(prompt, Mapping):
+            prompt, text = _unwrap(prompt)
+        if isinstance(prompt, str):
+            prompt, text = self.tokenizer.encode(prompt), prompt
+        ids = _check_ids(prompt, self.model_config.vocab_size, self.max_model_len)
+        for token_id in (*params.stop_token_ids, *(params.logit_bias or ())):
+            if token_id >= self.model_config.vocab_size:
+                raise ValueError(
+                    f"sampling_params: token id {token_id} is outside the vocabulary of "
+                    f"{self.model_config.vocab_size}"
+                )
+        if params.stop:
+            self.tokenizer.require("stop")
+        has_text = params.detokenize and self.tokenizer.is_present
+        number = next(self._counter)
+        request = Request(
+            str(number),
+            text,
+            ids,
+            params,
+            eos_token_ids=self._eos_token_ids,
+            max_model_len=self.max_model_len,
+            decode=self.tokenizer.decode if has_text else None,
+        )
+        seed = params.seed
+        if seed is None:  # of its own, but the same in every run of a program
+            seed = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"), self.config.seed) >> 1
+        for i in range(params.n):
+            detokenizer = Detokenizer(self.tokenizer, params) if has_text else None
+            request.sequences.append(Sequence(request, i, (seed + i) % 2**63, detokenizer))
+        return request
+
+    def add_request(self, request: Request) -> None:
+        """Queue a request; the following steps work on it."""
+        with self._lock:
+            if self._runner is None:
+                raise RuntimeError("this engine has been closed; make a new LLM")
+            self._requests[request.request_id] = request
+            for seq in request.sequences:
+                self.scheduler.add(seq)
+
+    def abort(self, request_id: str) -> bool:
+        """End a request with finish reason "abort". False if it is not (or no longer) known."""
+        with self._lock:
+            request = self._requests.pop(request_id, None)
+            for seq in request.sequences if request else ():
+                self.scheduler.abort(seq)
+            return request is not None
+
+    def step(self) -> None:
+        """Run one batch: the whole engine in a few lines."""
+        with self._lock:
+            if not self.scheduler.has_work or self._runner is None:
+                return
+            try:
+                step = self.scheduler.schedule()
+                batch = Batch.build(step, self.config.block_size, self.config.torch_device)
+                sampled = self._runner.run(batch)
+                self.scheduler.commit(step, sampled)
+            except BaseException:  # Ctrl-C too: blocks and tokens may be half updated
+                self.scheduler.reset()
+                raise
+            self._num_steps += 1
+            for request in {seq.request for seq, *_ in step}:
+                self._note_progress(request)
+
+    def stats(self) -> EngineStats:
+        """Counters of this moment."""
+        with self._lock:
+            blocks = self.scheduler.block_manager
+            return EngineStats(
+                running=len(self.scheduler.running),
+                waiting=len(self.scheduler.waiting),
+                free_blocks=blocks.num_free_blocks,
+                total_blocks=blocks.num_blocks,
+                preemptions=self.scheduler.num_preemptions,
+                prefix_hit_tokens=self.scheduler.num_prefix_hit_tokens,
+                steps=self._num_steps,
+                kernels=self.kernels,
+            )
+
+    def close(self) -> None:
+        """Free weights and caches. What still runs is aborted."""
+        with self._lock:
+            for request_id in list(self._requests):
+                self.abort(request_id)
+            self._runner = None
+
+    def default_sampling_params(self) -> SamplingParams:
+        """What is used when no sampling_params are given: the checkpoint's generation_config."""
+        if self.config.generation_config == "ignore":
+            return SamplingParams()
+        found = self._generation_config
+        values = {k: found[k] for k in _GENERATION_FIELDS if found.get(k) is not None}
+        if found.get("max_new_tokens") is not None:
+            values["max_tokens"] = found["max_new_tokens"]
+        return SamplingParams(**values)
+
+    def _note_progress(self, request: Request) -> None:
+        """Note the times of first token and end; forget a request that is done."""
+        metrics = request.metrics
+        if metrics.first_token_time is None and any(s.num_output_tokens for s in request.sequences):
+            metrics.first_token_time = time.time()
+        if request.is_finished:
+            metrics.finished_time = time.time()
+            self._requests.pop(request.request_id, None)
+
+    def _find_eos_token_ids(self) -> frozenset[int]:
+        """Union of what config.json, generation_config.json and the tokenizer call the end."""
+        ids = set(self.model_config.eos_token_ids)
+        ids.update(as_list(self._generation_config.get("eos_token_id")))
+        ids.update(as_list(self.tokenizer.eos_token_id))
+        return frozenset(ids)
+
+    def _choose_max_model_len(self, num_blocks: int) -> int:
+        capacity = num_blocks * self.config.block_size
+        wanted = self.config.max_model_len
+        if wanted is None:
+            if capacity < self.model_config.max_model_len:
+                logger.info("max_model_len: %d, what the KV pool holds", capacity)
+            return min(self.model_config.max_model_len, capacity)
+        if wanted > capacity:
+            raise ValueError(
+                f"max_model_len: {wanted} tokens need {-(-wanted // self.config.block_size)} KV "
+                f"blocks of {self.config.block_size}, the pool has {num_blocks}; lower "
+                "max_model_len, or raise kv_cache_memory or num_kv_blocks"
+            )
+        return wanted
+
+
+class LLM:
+    """vLLM's offline API: `LLM("Qwen/Qwen3-0.6B").generate("Hello")`.
+
+    `model` is a folder, a GGUF file or a hub id; keywords are the fields of `EngineConfig`. An
+    unknown keyword is a TypeError. Usable as a context manager, which frees everything at the end.
+    """
+
+    def __init__(
+        self,
+        model: str | Path,
+        *,
+        trust_remote_code: bool = False,
+        disable_log_stats: bool = True,
+        skip_tokenizer_init: bool = False,
+        **kwargs: Any,
+    ) -> None:
+        if trust_remote_code:
+            raise ValueError("trust_remote_code: got True, need False; checkpoints are data here")
+        config = EngineConfig(model=str(model), **kwargs)
+        self.engine = LLMEngine(config, skip_tokenizer_init=skip_tokenizer_init)
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        self.engine.close()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def get_tokenizer(self) -> Any:
+        """transformers' tokenizer of the model."""
+        return self.engine.tokenizer.require("get_tokenizer")
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        return self.engine.default_sampling_params()
+
+    def generate(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Complete every prompt; outputs in input order.
+
+        A prompt is text, token ids, {"prompt": text} or {"prompt_token_ids": ids}. With
+        sampling_params None the checkpoint's generation_config supplies the defaults.
+        Raises ValueError, before anything is queued, naming what cannot run.
+        """
+        return self._run(self._make_requests(prompts, sampling_params), use_tqdm)
+
+    def chat(
+        self,
+        messages: Seq[dict] | Seq[Seq[dict]],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        *,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or a list of them, through the model's chat template."""
+        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        conversations: Any = [messages] if is_single else messages
+        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
+        if continue_final_message:
+            options["continue_final_message"] = True
+        if tools is not None:
+            options["tools"] = tools
+        options.update(chat_template_kwargs or {})
+        prompts = []
+        for conversation in conversations:
+            text, ids = self.engine.tokenizer.encode_chat(
+                list(conversation), chat_template, **options
+            )
+            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        return self._run(self._make_requests(prompts, sampling_params), use_tqdm)
+
+    def stream(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None = None,
+    ) -> Iterator[RequestOutput]:
+        """Yield what is new, as it comes, for one or many prompts.
+
+        Each item is a RequestOutput (tell them apart by `request_id`) whose outputs hold only the
+        text and token_ids since the request's last item. Leaving the loop aborts what is left.
+        """
+        return self._stream(self._make_requests(prompts, sampling_params))
+
+    def abort(self, request_id: str) -> bool:
+        """End a running request, from inside a stream's loop or another thread."""
+        return self.engine.abort(request_id)
+
+    def _make_requests(
+        self,
+        prompts: Prompt | Seq[Prompt],
+        sampling_params: SamplingParams | Seq[SamplingParams] | None,
+    ) -> list[Request]:
+        each = _as_prompt_list(prompts)
+        if sampling_params is None:
+            sampling_params = self.engine.default_sampling_params()
+            logger.info("sampling_params from generation_config: %s", sampling_params)
+        if isinstance(sampling_params, SamplingParams):
+            sampling_params = [sampling_params] * len(each)
+        if len(sampling_params) != len(each):
+            raise ValueError(
+                f"sampling_params: got {len(sampling_params)} for {len(each)} prompts; "
+                "need one, or one for each"
+            )
+        pairs = zip(each, sampling_params, strict=True)
+        return [self.engine.make_request(prompt, params) for prompt, params in pairs]
+
+    def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
+        bar = tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm)
+        try:
+            for request in requests:
+                self.engine.add_request(request)
+            while num_left := sum(not request.is_finished for request in requests):
+                self.engine.step()
+                bar.update(len(requests) - num_left - bar.n)
+            bar.update(len(requests) - bar.n)
+            return [request.output() for request in requests]
+        finally:
+            bar.close()
+            self._abort_all(requests)
+
+    def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
+        try:
+            for request in requests:
+                self.engine.add_request(request)
+            active = requests
+            while active:
+                self.engine.step()
+                for request in active:
+                    item = request.delta()
+                    if item is not None:
+                        yield item
+                active = [r for r in active if not (r.is_finished and r.is_reported)]
+        finally:
+            self._abort_all(requests)
+
+    def _abort_all(self, requests: list[Request]) -> None:
+        for request in requests:
+            self.engine.abort(request.request_id)
+
+
+def _as_prompt_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    each = list(prompts)
+    return [each] if each and isinstance(each[0], int) else each
+
+
+def _unwrap(prompt: Mapping[str, Any]) -> tuple[str | list[int], str | None]:
+    """{"prompt": ...} or {"prompt_token_ids": ...} -> what to encode, and the text to report."""
+    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+    if unknown or not prompt:
+        raise ValueError(
+            f"prompt: got keys {sorted(prompt)}, need 'prompt' (text) or 'prompt_token_ids' (list)"
+        )
+    text = prompt.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"prompt: got {type(text).__name__} under 'prompt', need text")
+    return prompt.get("prompt_token_ids", text), text
+
+
+def _check_ids(ids: Any, vocab_size: int, max_model_len: int) -> list[int]:
+    """A prompt's token ids as ints that the model knows, and few enough."""
+    try:
+        ids = [operator.index(i) for i in ids]
+    except TypeError:
+        raise ValueError(
+            f"prompt: got {ids!r:.80}, need text, a list of token ids or a dict of one of them"
+        ) from None
+    if not ids:
+        raise ValueError("prompt: got no tokens, need at least 1")
+    for token_id in (min(ids), max(ids)):
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"prompt: token id {token_id} is outside the vocabulary of {vocab_size}"
+            )
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"prompt: got {len(ids)} tokens, need fewer than max_model_len = {max_model_len}; "
+            "shorten the prompt or raise max_model_len"
+        )
+    return ids

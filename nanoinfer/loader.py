@@ -1,0 +1,149 @@
+"""From "model" as the user wrote it to a folder, and from the folder's safetensors to a model.
+
+In: a folder, a GGUF file or a hub id; an empty model whose modules carry the checkpoint's names.
+Out: the folder; the same model with every parameter filled exactly once.
+
+    checkpoint                                   model
+    model.layers.0.self_attn.q_proj.weight  -->  model.layers.0.self_attn.qkv_proj.weight[:q]
+    model.layers.0.self_attn.k_proj.weight  -->                                     [q : q + k]
+
+Invariants: only files that the index names are read; a missing shard, a missing or an unexpected
+tensor, a truncated file or an LFS pointer is an error that names it. Nothing is unpickled, nothing
+reaches the network unless the user gave a hub id.
+"""
+
+import json
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from nanoinfer.layers.linear import Linear
+
+_FUSED = {
+    "q_proj": "qkv_proj",
+    "k_proj": "qkv_proj",
+    "v_proj": "qkv_proj",
+    "gate_proj": "gate_up_proj",
+    "up_proj": "gate_up_proj",
+}
+_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")  # old Llama files hold what is computed here
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+
+
+def find_checkpoint(model: str | Path) -> Path:
+    """Folder of a model: the folder itself, a converted GGUF file, or a hub id's snapshot.
+
+    Raises ValueError when there is none.
+    """
+    path = Path(model).expanduser()
+    if path.is_dir():
+        return path
+    if path.suffix == ".gguf":
+        from nanoinfer.gguf import convert_gguf
+
+        return convert_gguf(path)
+    if path.is_file():
+        raise ValueError(f"model: {path} is a file; need a folder, a .gguf file or a hub id")
+    if not _HUB_ID.match(str(model)):
+        raise ValueError(
+            f"model: {str(model)!r} is neither a folder nor a .gguf file nor a hub id (owner/name)"
+        )
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(str(model), allow_patterns=_HUB_FILES))
+    except Exception as error:
+        raise ValueError(
+            f"model: {str(model)!r} is no local folder, and could not be had from the hub "
+            f"({type(error).__name__}); check the id and the network, or pass a local folder"
+        ) from error
+
+
+def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
+    """Fill `model` from `folder`; with `tie` the head shares the embedding's matrix."""
+    files = _find_files(folder)
+    parameters = dict(model.named_parameters())
+    missing = {(name, shard) for name in parameters for shard in _shards(model, name)}
+    for path in files:
+        with _open(path) as file:
+            for name in file.keys():  # noqa: SIM118 (safe_open is not a dict)
+                if _IGNORED.search(name):
+                    continue
+                target, shard = _target(name)
+                if (target, shard) not in missing:
+                    raise ValueError(f"{path}: unexpected tensor {name!r}; wrong architecture?")
+                _copy(_destination(model, target, shard), file.get_tensor(name), name, path)
+                missing.remove((target, shard))
+    head, embedding = ("lm_head.weight", ""), parameters["model.embed_tokens.weight"]
+    if tie and (head in missing or torch.equal(parameters["lm_head.weight"], embedding)):
+        model.tie_weights()  # type: ignore[operator]
+        missing.discard(head)
+    if missing:
+        name, shard = min(missing)
+        what = f"{name} (part {shard})" if shard else name
+        raise ValueError(f"{folder}: {len(missing)} tensors are missing, first {what!r}")
+
+
+def _find_files(folder: Path) -> list[Path]:
+    """The safetensors files of a checkpoint, all of them present."""
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        for name in names:
+            if not (folder / name).is_file():
+                raise ValueError(
+                    f"{folder / name}: missing, but {index.name} names it; download it"
+                )
+        return [folder / name for name in names]
+    found = sorted(folder.glob("*.safetensors"))
+    if (folder / "model.safetensors").is_file():
+        return [folder / "model.safetensors"]
+    if len(found) == 1:
+        return found
+    problem = f"{len(found)} safetensors files but no {index.name}" if found else "no safetensors"
+    raise ValueError(f"{folder}: {problem}; pickled .bin files are not read, convert them first")
+
+
+def _open(path: Path) -> safe_open:
+    try:
+        return safe_open(path, framework="pt")
+    except SafetensorError as error:
+        with path.open("rb") as file:
+            is_pointer = file.read(11) == b"version htt"
+        problem = "a Git LFS pointer, not the weights; run `git lfs pull`"
+        if not is_pointer:
+            problem = f"not a whole safetensors file ({error}); download it again"
+        raise ValueError(f"{path}: {problem}") from error
+
+
+def _target(name: str) -> tuple[str, str]:
+    """Checkpoint name -> (parameter name, which part of it)."""
+    *parents, module, kind = name.split(".")
+    if module in _FUSED:
+        return ".".join((*parents, _FUSED[module], kind)), module
+    return name, ""
+
+
+def _shards(model: nn.Module, parameter: str) -> list[str]:
+    module = model.get_submodule(parameter.rpartition(".")[0])
+    return list(module.shards) if isinstance(module, Linear) else [""]
+
+
+def _destination(model: nn.Module, parameter: str, shard: str) -> Tensor:
+    parent, _, kind = parameter.rpartition(".")
+    module = model.get_submodule(parent)
+    return module.part(kind, shard) if isinstance(module, Linear) else getattr(module, kind).data
+
+
+def _copy(destination: Tensor, tensor: Tensor, name: str, path: Path) -> None:
+    if tensor.shape != destination.shape or tensor.dtype not in _FLOATS:
+        raise ValueError(
+            f"{path}: {name!r} is {tensor.dtype} {list(tensor.shape)}, need float "
+            f"{list(destination.shape)} as config.json says"
+        )
+    destination.copy_(tensor)

@@ -1,0 +1,139 @@
+"""Owns the weights and the caches, and runs one step.
+
+In: a `Batch`. Out: per scheduled sequence the sampled token ids and the log probabilities asked
+for. It never sees a Sequence, and the engine above never sees a tensor.
+
+At start: choose dtype and kernels, build the model, load it, see how much memory is left, allocate
+the KV caches. Invariant: after construction no step allocates anything that grows.
+
+A production engine adds: CUDA graphs, several ranks, overlap of host and device.
+"""
+
+import logging
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from nanoinfer.batch import Batch
+from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
+from nanoinfer.kernels import select_kernels
+from nanoinfer.kernels.build import cpu_features
+from nanoinfer.layers.linear import Linear
+from nanoinfer.loader import load_weights
+from nanoinfer.models.qwen3 import CausalLM
+from nanoinfer.outputs import Logprob
+from nanoinfer.sampler import sample, top_logprobs
+from nanoinfer.scheduler import SampledTokens
+
+logger = logging.getLogger("nanoinfer")
+
+_GIB = 1 << 30
+_PROMPT_LOGPROB_ROWS = 64  # logits of this many prompt rows at a time: bounds memory
+
+
+class ModelRunner:
+    def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
+        self._block_size = config.block_size
+        self._device = config.torch_device
+        dtype = choose_dtype(config.dtype, model_config.dtype, self._device)
+        self.kernels = select_kernels(self._device, config.kernels, config.use_compile)
+        longest = config.max_model_len or model_config.max_model_len
+        self._model = CausalLM(
+            model_config, longest, self.kernels, dtype=dtype, device=self._device
+        )
+        load_weights(self._model, folder, tie=model_config.tie_word_embeddings)
+        if self.kernels.pack_weights:
+            for module in self._model.modules():
+                if isinstance(module, Linear):
+                    module.pack()
+        self._specs = self._model.cache_specs()
+        self._caches = self._allocate(1)
+        self.num_kv_blocks = self._count_kv_blocks(config, longest)
+        self._caches = self._allocate(1 + self.num_kv_blocks)  # block 0 is the null block
+
+    @torch.inference_mode()
+    def run(self, batch: Batch) -> list[SampledTokens]:
+        """One step: forward, logits of the rows that matter, sampling."""
+        hidden = self._model(batch, self._caches)  # [T, E]
+        results = [SampledTokens([])] * batch.num_entries
+        if batch.sampling is not None:
+            logits = self._model.logits(hidden[batch.logits_indices])  # [R, V]
+            token_ids, logprobs = sample(logits, batch.sampling)
+            rows = zip(batch.sampled_entries, token_ids, logprobs, strict=True)
+            for i, token_id, logprob in rows:
+                results[i] = SampledTokens([token_id], None if logprob is None else [logprob])
+        for wanted in batch.prompt_logprobs:
+            found = self._prompt_logprobs(hidden[wanted.rows], wanted.targets, wanted.num_logprobs)
+            results[wanted.entry] = results[wanted.entry]._replace(prompt_logprobs=found)
+        return results
+
+    def _prompt_logprobs(
+        self, hidden: Tensor, targets: list[int], num_logprobs: int
+    ) -> list[dict[int, Logprob]]:
+        found: list[dict[int, Logprob]] = []
+        for start in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+            chunk = slice(start, start + _PROMPT_LOGPROB_ROWS)
+            logprobs = self._model.logits(hidden[chunk]).log_softmax(-1)
+            rows = targets[chunk]
+            found += top_logprobs(logprobs, rows, [num_logprobs] * len(rows))
+        return found
+
+    def _allocate(self, num_blocks: int) -> list:
+        return [s.allocate(num_blocks, self._block_size, self._device) for s in self._specs]
+
+    def _count_kv_blocks(self, config: EngineConfig, longest: int) -> int:
+        """Blocks for the KV pool: as told, or what the memory budget holds."""
+        if config.num_kv_blocks is not None:
+            return config.num_kv_blocks
+        bytes_per_block = config.block_size * sum(s.bytes_per_token for s in self._specs)
+        budget = config.kv_cache_memory or self._free_memory(config, longest)
+        # More than every sequence at full length would never be used.
+        useful = config.max_num_seqs * -(-longest // config.block_size)
+        num_blocks = min(budget // bytes_per_block - 1, useful)
+        if num_blocks < 1:
+            raise ValueError(
+                f"KV cache: {budget:,} bytes left, but one block of {config.block_size} tokens "
+                f"takes {bytes_per_block:,}; raise kv_cache_memory or free some memory"
+            )
+        return num_blocks
+
+    def _free_memory(self, config: EngineConfig, longest: int) -> int:
+        if self._device.type == "cpu":
+            return min(4 * _GIB, int(0.3 * available_memory()))
+        torch.cuda.reset_peak_memory_stats(self._device)
+        before = torch.cuda.memory_allocated(self._device)
+        num_tokens = min(config.max_num_batched_tokens, longest)
+        with torch.inference_mode():
+            batch = Batch.dummy(num_tokens, config.block_size, self._device)
+            self._model.logits(self._model(batch, self._caches)[: config.max_num_seqs])
+        activations = torch.cuda.max_memory_allocated(self._device) - before
+        free, total = torch.cuda.mem_get_info(self._device)
+        return int(free - (1 - config.gpu_memory_utilization) * total - activations)
+
+
+def choose_dtype(wanted: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
+    """The engine's dtype: as asked, or the checkpoint's as far as the device is good at it."""
+    if wanted == "float16" and device.type == "cpu":
+        raise ValueError("dtype: got float16 on a CPU, need float32 or bfloat16")
+    if wanted != "auto":
+        return DTYPES[wanted]
+    if device.type == "cuda" or checkpoint == torch.float32:
+        return checkpoint
+    has_bf16 = bool(cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"})
+    return torch.bfloat16 if has_bf16 else torch.float32
+
+
+def available_memory() -> int:
+    """Bytes that this process may still take: the machine's, or its container's if less."""
+    limits = []
+    try:
+        meminfo = Path("/proc/meminfo").read_text()
+        fields = dict(line.split(":", 1) for line in meminfo.splitlines())
+        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
+        group = Path("/sys/fs/cgroup")
+        used = int((group / "memory.current").read_text())
+        limits.append(int((group / "memory.max").read_text()) - used)
+    except (OSError, KeyError, ValueError):  # not Linux, no cgroup v2, or "max"
+        pass
+    return min(limits, default=8 * _GIB)

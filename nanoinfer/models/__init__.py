@@ -1,0 +1,1 @@
+"""One decoder per family; what a checkpoint changes is data (`ModelConfig`)."""

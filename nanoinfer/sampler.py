@@ -1,0 +1,184 @@
+"""Logits to tokens, and to log probabilities.
+
+In: logits [R, V] in fp32, how each row is drawn (`SamplingBatch`).
+Out: one token id per row; raw log probabilities where asked for.
+
+A draw has one definition: of the ids that top_k, top_p and min_p leave, the one with the largest
+
+    logit / temperature + g(seed, position, id),    g = -log(-log u)
+
+where u in (0, 1) comes from an integer hash of (seed, position, id). By the Gumbel-max trick this
+is a sample from the softmax. There is no generator and no state, so a row draws the same token
+whatever its neighbours, chunking, preemption or device; the filters only need a threshold per row.
+
+Noise is bounded (24-bit u: g <= 17.4), so it is computed only where it can still decide: first for
+the largest few logits; then, if the rest could still win, for ids whose hash alone is large enough.
+Nothing sorts the vocabulary.
+
+R rows, V vocabulary, C candidates.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from nanoinfer.batch import Entries, SamplingBatch
+from nanoinfer.outputs import Logprob
+
+_NUM_CANDIDATES = 64
+_NUM_WIDE_CANDIDATES = 1024
+_BITS = 24
+_MAX_NOISE = -math.log(-math.log1p(-(2.0 ** -(_BITS + 1))))
+
+
+class SamplerOutput(NamedTuple):
+    token_ids: list[int]  # [R]
+    logprobs: list[dict[int, Logprob] | None]  # [R]
+
+
+def sample(logits: Tensor, sampling: SamplingBatch) -> SamplerOutput:
+    """Draw one id per row of logits [R, V] (fp32; changed in place)."""
+    wanted = [row for row, k in enumerate(sampling.num_logprobs) if k is not None]
+    raw = logits[wanted].log_softmax(-1) if wanted else None
+    _adjust(logits, sampling)
+    token_ids = logits.argmax(-1)  # the lowest id among equals
+    if sampling.has_random:
+        rows = sampling.temperatures.nonzero().flatten()
+        token_ids[rows] = _draw(logits[rows], sampling, rows)
+    ids = token_ids.tolist()
+    logprobs: list[dict[int, Logprob] | None] = [None] * len(ids)
+    if raw is not None:
+        counts = [k for k in sampling.num_logprobs if k is not None]
+        found = top_logprobs(raw, [ids[row] for row in wanted], counts)
+        for row, value in zip(wanted, found, strict=True):
+            logprobs[row] = value
+    return SamplerOutput(ids, logprobs)
+
+
+def top_logprobs(
+    logprobs: Tensor, token_ids: list[int], counts: list[int]
+) -> list[dict[int, Logprob]]:
+    """The `counts[r]` most likely ids of each row (-1: all) and `token_ids[r]`, with ranks."""
+    vocab_size = logprobs.size(-1)
+    counts = [vocab_size if k < 0 else min(k, vocab_size) for k in counts]
+    values, ids = logprobs.topk(max(counts), dim=-1)
+    chosen = logprobs.gather(-1, torch.tensor(token_ids, device=logprobs.device).unsqueeze(-1))
+    ranks = (logprobs > chosen).sum(-1) + 1
+    rows = zip(token_ids, counts, values.tolist(), ids.tolist(), chosen.tolist(), ranks.tolist(),
+               strict=True)  # fmt: skip
+    return [
+        {token_id: Logprob(own[0], own_rank)}
+        | {i: Logprob(v, rank) for rank, (i, v) in enumerate(zip(i_row[:k], v_row[:k]), 1)}
+        for token_id, k, v_row, i_row, own, own_rank in rows
+    ]
+
+
+def _adjust(logits: Tensor, sampling: SamplingBatch) -> None:
+    """Biases, forbidden ids and penalties, in place; vLLM's order and formulas."""
+
+    def add(entries: Entries | None) -> None:
+        if entries is not None:
+            where = (entries.rows, entries.token_ids)
+            logits.index_put_(where, entries.values, accumulate=True)
+
+    add(sampling.added)
+    if sampling.repetition is not None:
+        rows, ids, factors = sampling.repetition
+        seen = logits[rows, ids]
+        logits[rows, ids] = torch.where(seen > 0, seen / factors, seen * factors)
+    add(sampling.penalties)
+
+
+def _draw(logits: Tensor, sampling: SamplingBatch, rows: Tensor) -> Tensor:
+    """The definition in the module's docstring, for rows with a temperature. [R, V] -> [R]."""
+    top = logits.amax(-1, keepdim=True)
+    # The largest score becomes 0, so that a tiny temperature gives -inf elsewhere and never NaN.
+    scores = (logits - top) / sampling.temperatures[rows].unsqueeze(-1)
+    keys = _row_keys(sampling.seeds[rows], sampling.positions[rows])
+    num_candidates = min(_NUM_CANDIDATES, scores.size(-1))
+    values, ids = scores.topk(num_candidates, dim=-1)  # [R, C]
+    thresholds = torch.full_like(values[:, 0], -math.inf)  # an id is kept if its score is >= this
+    if sampling.has_filters:
+        thresholds = _thresholds(scores, values, sampling, rows)
+    noisy = (values + _gumbel(_hash(keys.unsqueeze(-1), ids))).to(torch.float64)
+    noisy.masked_fill_(values < thresholds.unsqueeze(-1), -math.inf)
+    best, at = noisy.max(-1)
+    token_ids = ids.gather(-1, at.unsqueeze(-1)).squeeze(-1)
+    last = values[:, -1]
+    is_open = (last >= thresholds) & (last + _MAX_NOISE > best) & (last > -math.inf)
+    for row in is_open.nonzero().flatten().tolist() if num_candidates < scores.size(-1) else ():
+        token_ids[row] = _draw_wide(scores[row], keys[row], thresholds[row], best[row])
+    return token_ids
+
+
+def _draw_wide(scores: Tensor, key: Tensor, threshold: Tensor, best: Tensor) -> Tensor:
+    """One row when any id may win: only ids whose noise can lift the top score to `best`."""
+    needed = float(best)  # the top score is 0
+    smallest_hash = int(math.exp(-math.exp(-needed)) * 2**_BITS) - 1
+    hashes = _hash(key, torch.arange(scores.numel(), device=scores.device))
+    ids = ((hashes >= smallest_hash) & (scores >= threshold)).nonzero().flatten()
+    noisy = scores[ids] + _gumbel(hashes[ids])
+    return ids[noisy.argmax()]
+
+
+def _thresholds(scores: Tensor, values: Tensor, sampling: SamplingBatch, rows: Tensor) -> Tensor:
+    """Smallest score that min_p, then top_k, then top_p leave; ties with it stay. [R]"""
+    threshold = sampling.min_p[rows].log()  # of a probability relative to the largest: score >= it
+    top_k = sampling.top_k[rows]
+    widest = int(top_k.max())
+    if widest > values.size(-1):
+        values = scores.topk(min(widest, scores.size(-1)), dim=-1).values
+    kth = values.gather(-1, (top_k.clamp(1, values.size(-1)) - 1).unsqueeze(-1)).squeeze(-1)
+    threshold = torch.where(top_k > 0, torch.maximum(threshold, kth), threshold)
+    for row in (sampling.top_p[rows] < 1).nonzero().flatten().tolist():
+        top_p = float(sampling.top_p[rows[row]])
+        threshold[row] = _top_p_threshold(scores[row], values[row], threshold[row], top_p)
+    return threshold
+
+
+def _top_p_threshold(scores: Tensor, values: Tensor, threshold: Tensor, top_p: float) -> Tensor:
+    """The score at which the mass of larger scores first reaches `top_p`, at least `threshold`."""
+    mass = scores.masked_fill(scores < threshold, -math.inf).exp().sum(dtype=torch.float64)
+    for width in (values.numel(), _NUM_WIDE_CANDIDATES):
+        if width > values.numel():
+            values = scores.topk(min(width, scores.numel())).values
+        kept = values.masked_fill(values < threshold, -math.inf)
+        reached = kept.exp().cumsum(-1, dtype=torch.float64) >= top_p * mass
+        if reached.any():
+            return kept[int(reached.to(torch.uint8).argmax())]
+    low, high = max(float(threshold), float(scores.min())), float(values[-1])
+    while True:  # bisection over scores: mass(>= low) reaches top_p, mass(>= high) does not
+        middle = (low + high) / 2
+        between = torch.tensor(middle, dtype=scores.dtype)
+        if middle in (low, high) or not low < float(between) < high:
+            return torch.tensor(low, dtype=scores.dtype)
+        if scores[scores >= between].exp().sum(dtype=torch.float64) >= top_p * mass:
+            low = float(between)
+        else:
+            high = float(between)
+
+
+def _row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
+    """One 32-bit key per row, as int64."""
+    low, high = seeds & 0xFFFFFFFF, (seeds >> 32) & 0xFFFFFFFF
+    return _mix(_mix(_mix(low) ^ high) ^ positions)
+
+
+def _hash(keys: Tensor, ids: Tensor) -> Tensor:
+    """24 random bits for each (row key, token id), as int64."""
+    return _mix(keys ^ _mix(ids)) >> (32 - _BITS)
+
+
+def _mix(x: Tensor) -> Tensor:
+    """murmur3's finaliser on 32-bit values held in int64: every input bit reaches every output."""
+    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
+    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
+    return x ^ (x >> 16)
+
+
+def _gumbel(hashes: Tensor) -> Tensor:
+    """-log(-log u) with u = (hash + 1/2) / 2^24, in fp64 so that no u rounds to 1."""
+    u = (hashes.to(torch.float64) + 0.5) * 2.0**-_BITS
+    return -torch.log(-torch.log(u))

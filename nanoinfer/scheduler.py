@@ -1,0 +1,184 @@
+"""Who runs in this step, and for how many tokens.
+
+In: sequences that wait; after the step, the tokens sampled for those that ran.
+Out: a step, which is a list of (sequence, first token, number of tokens).
+
+There is no prefill step and no decode step. Under one token budget, sequences that need a single
+token (decoding) go first, prompts take what is left in chunks, then waiting sequences are admitted:
+
+    budget 8 :  A decodes 1 | B decodes 1 | C's prompt 20..25 (6 of 30)
+
+Invariants: `schedule` advances num_computed, `commit` registers blocks, takes tokens, checks stops
+and frees. The oldest running sequence always advances, so every request ends: when the pool is
+short the newest is preempted, that is, it drops its blocks and will be computed again. A waiting
+sequence whose next block is being computed in this step waits for it instead of computing it too.
+
+A production engine adds: priorities, fairness between users, KV transfer between machines.
+One kind of step and the token budget: vLLM V1, after Sarathi-Serve's chunked prefill (2024).
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import NamedTuple
+
+from nanoinfer.block_manager import BlockManager
+from nanoinfer.outputs import Logprob
+from nanoinfer.sequence import Sequence
+
+
+class ScheduledSequence(NamedTuple):
+    """One sequence's share of a step: token_ids[start : start + num_tokens]."""
+
+    seq: Sequence
+    start: int
+    num_tokens: int
+    is_sampling: bool
+    """The chunk reaches the last known token, so the next one is drawn from its logits."""
+
+
+class SampledTokens(NamedTuple):
+    """What the runner returns for one ScheduledSequence."""
+
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob]] | None = None
+    prompt_logprobs: list[dict[int, Logprob]] | None = None
+
+
+class Scheduler:
+    """Queues of waiting and running sequences over one block manager."""
+
+    def __init__(
+        self,
+        make_block_manager: Callable[[], BlockManager],
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+    ) -> None:
+        self._make_block_manager = make_block_manager
+        self.block_manager = make_block_manager()
+        self._max_num_seqs = max_num_seqs
+        self._max_num_batched_tokens = max_num_batched_tokens
+        self.waiting: deque[Sequence] = deque()
+        self.running: list[Sequence] = []  # in order of admission
+        self.num_preemptions = 0
+        self.num_prefix_hit_tokens = 0
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.waiting or self.running)
+
+    def add(self, seq: Sequence) -> None:
+        self.waiting.append(seq)
+
+    def schedule(self) -> list[ScheduledSequence]:
+        """Choose the next step. RuntimeError if there is work and none of it can run."""
+        preemptions_before = self.num_preemptions
+        step = self._schedule_running()
+        if self.num_preemptions == preemptions_before:
+            self._admit_waiting(step)
+        if not step and self.has_work:
+            raise RuntimeError(
+                f"scheduler: nothing can run; {len(self.running)} running, {len(self.waiting)} "
+                f"waiting, {self.block_manager.num_free_blocks} of "
+                f"{self.block_manager.num_blocks} blocks free"
+            )
+        return step
+
+    def commit(self, step: list[ScheduledSequence], sampled: list[SampledTokens]) -> None:
+        """Take a step's results: a ragged list, one entry per scheduled sequence."""
+        for (seq, *_), result in zip(step, sampled, strict=True):
+            self.block_manager.register(seq)
+            if result.prompt_logprobs is not None:
+                seq.request.add_prompt_logprobs(result.prompt_logprobs)
+            for i, token_id in enumerate(result.token_ids):
+                seq.append_token(token_id, result.logprobs[i] if result.logprobs else None)
+                if seq.is_finished:
+                    self._remove(seq)
+                    break
+
+    def abort(self, seq: Sequence) -> None:
+        """Finish with reason "abort", wherever the sequence is, and give its blocks back."""
+        if not seq.is_finished:
+            seq.finish("abort")
+            self._remove(seq)
+
+    def reset(self) -> None:
+        """After an exception in a step: forget all blocks, compute every sequence again."""
+        self.block_manager = self._make_block_manager()
+        unfinished = [s for s in (*self.running, *self.waiting) if not s.is_finished]
+        self.running, self.waiting = [], deque(dict.fromkeys(unfinished))
+        for seq in self.waiting:
+            seq.block_table = []
+            self.block_manager.free(seq)
+
+    def _schedule_running(self) -> list[ScheduledSequence]:
+        step: list[ScheduledSequence] = []
+        victims: list[Sequence] = []
+        budget = self._max_num_batched_tokens
+        for seq in sorted(self.running, key=lambda s: s.num_remaining > 1):
+            num_tokens = min(seq.num_remaining, budget)
+            if num_tokens == 0 or seq in victims:
+                continue
+            while not self.block_manager.allocate(seq, seq.num_computed + num_tokens):
+                victim = self._preempt_newest()
+                victims.append(victim)
+                budget += sum(entry.num_tokens for entry in step if entry.seq is victim)
+                step = [entry for entry in step if entry.seq is not victim]
+                if victim is seq:
+                    break
+            else:
+                step.append(self._advance(seq, num_tokens))
+                budget -= num_tokens
+        return step
+
+    def _admit_waiting(self, step: list[ScheduledSequence]) -> None:
+        budget = self._max_num_batched_tokens - sum(entry.num_tokens for entry in step)
+        in_progress = {self.block_manager.next_unregistered(entry.seq) for entry in step}
+        deferred: list[Sequence] = []
+        while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
+            seq = self.waiting.popleft()
+            prefix = self.block_manager.find_prefix(seq)
+            next_block = self.block_manager.next_content(seq, prefix)
+            if next_block is not None and next_block in in_progress:
+                deferred.append(seq)
+                continue
+            # Room for all its tokens, not for one chunk: else prompts evict each other in turns.
+            if not self.block_manager.can_allocate(len(seq), prefix):
+                self.waiting.appendleft(seq)
+                break
+            self._admit(seq, prefix)
+            num_tokens = min(seq.num_remaining, budget)
+            has_room = self.block_manager.allocate(seq, seq.num_computed + num_tokens)
+            assert has_room, f"{seq.request.request_id}: can_allocate said that there is room"
+            in_progress.add(self.block_manager.next_unregistered(seq))
+            step.append(self._advance(seq, num_tokens))
+            budget -= num_tokens
+        self.waiting.extendleft(reversed(deferred))
+
+    def _admit(self, seq: Sequence, prefix: list[int]) -> None:
+        self.block_manager.allocate_prefix(seq, prefix)
+        self.running.append(seq)
+        self.num_prefix_hit_tokens += seq.num_computed
+        metrics = seq.request.metrics
+        if metrics.first_scheduled_time is None:
+            metrics.first_scheduled_time = time.time()
+        if not seq.was_admitted:
+            seq.was_admitted = True
+            seq.num_cached_tokens = seq.num_computed
+
+    def _advance(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
+        start = seq.num_computed
+        seq.num_computed += num_tokens
+        return ScheduledSequence(seq, start, num_tokens, is_sampling=seq.num_remaining == 0)
+
+    def _preempt_newest(self) -> Sequence:
+        victim = self.running.pop()
+        self.block_manager.free(victim)
+        self.waiting.appendleft(victim)
+        self.num_preemptions += 1
+        return victim
+
+    def _remove(self, seq: Sequence) -> None:
+        queue = self.running if seq in self.running else self.waiting
+        queue.remove(seq)
+        self.block_manager.free(seq)
