@@ -194,7 +194,8 @@ def _find_prompt_logprobs(
 ) -> list[PromptLogprobs]:
     found = []
     for i, (seq, start, num_tokens, _) in enumerate(step):
-        if not seq.wants_prompt_logprobs:
+        num_logprobs = seq.params.prompt_logprobs
+        if num_logprobs is None or not seq.wants_prompt_logprobs:
             continue
         # Row p predicts token p + 1. Rows reported before a preemption are not reported again.
         done = len(seq.request.prompt_logprobs) - 1
@@ -203,5 +204,5 @@ def _find_prompt_logprobs(
             offset = int(cu_seqlens_q[i]) - start
             targets = seq.token_ids[first + 1 : last + 1]
             rows = slice(first + offset, last + offset)
-            found.append(PromptLogprobs(i, rows, targets, seq.params.prompt_logprobs))
+            found.append(PromptLogprobs(i, rows, targets, num_logprobs))
     return found

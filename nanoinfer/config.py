@@ -237,6 +237,7 @@ def as_list(value: int | list[int] | None) -> list[int]:
 
 # What the decoder does not do: (what, how to see it in config.json, what to try instead).
 # It is asked twice, of the raw JSON (before transformers sees it) and of transformers' reading.
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _SUPPORTED = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
 _UNSUPPORTED: list[tuple[str, Callable[[dict], Any], str]] = [
     (
@@ -252,8 +253,8 @@ _UNSUPPORTED: list[tuple[str, Callable[[dict], Any], str]] = [
         "silu",
     ),
     (
-        "sliding window attention",
-        lambda c: "sliding_attention" if "sliding_attention" in (c.get("layer_types") or []) else None,
+        "layer type",
+        lambda c: next((t for t in c.get("layer_types") or [] if t != "full_attention"), None),
         "full attention in every layer (use_sliding_window false)",
     ),
     ("attention_bias", lambda c: c.get("attention_bias") or None, "false"),
@@ -276,7 +277,6 @@ _UNSUPPORTED: list[tuple[str, Callable[[dict], Any], str]] = [
         "a multiple of num_key_value_heads",
     ),
 ]  # fmt: skip
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def _rope_type(config: dict) -> str:

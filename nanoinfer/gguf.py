@@ -21,11 +21,12 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-import tokenizers
 import torch
 import transformers
 import xxhash
 from safetensors.torch import save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
+from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
 
 logger = logging.getLogger("nanoinfer")
 
@@ -180,9 +181,8 @@ def _llama3_scaling(divisors: torch.Tensor, theta: float, head_dim: int) -> dict
 
 
 def _tokenizer_config(facts: _Named) -> dict[str, Any]:
-    names = {"bos": "bos_token", "eos": "eos_token", "padding": "pad_token", "unknown": "unk_token"}
-    ids = {name: facts.get(f"tokenizer.ggml.{key}_token_id") for key, name in names.items()}
-    tokens = facts["tokenizer.ggml.tokens"]
+    tokens, names = facts["tokenizer.ggml.tokens"], ("bos", "eos", "padding", "unknown")
+    ids = {f"{name[:3]}_token": facts.get(f"tokenizer.ggml.{name}_token_id") for name in names}
     return {
         # This class leaves tokenizer.json as it is; others bring their own splitting.
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -193,7 +193,7 @@ def _tokenizer_config(facts: _Named) -> dict[str, Any]:
     }
 
 
-def _tokenizer(facts: _Named) -> tokenizers.Tokenizer:
+def _tokenizer(facts: _Named) -> Tokenizer:
     model, name = facts["tokenizer.ggml.model"], facts["tokenizer.ggml.pre"]
     if model != "gpt2" or name not in ("smollm", *_DIGITS):
         need = f"'gpt2' with smollm, {', '.join(_DIGITS)}"
@@ -201,30 +201,24 @@ def _tokenizer(facts: _Named) -> tokenizers.Tokenizer:
     tokens, kinds = facts["tokenizer.ggml.tokens"], facts["tokenizer.ggml.token_type"]
     vocab = {tokens[i]: i for i, kind in enumerate(kinds) if kind != _UNUSED}
     merges = [tuple(merge.split(" ")) for merge in facts["tokenizer.ggml.merges"]]
-    bpe = tokenizers.models.BPE(vocab, merges, ignore_merges=name == "llama-bpe")
-    tokenizer = tokenizers.Tokenizer(bpe)
-    tokenizer.normalizer = tokenizers.normalizers.NFC() if name == "qwen2" else None
+    tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=name == "llama-bpe"))
+    tokenizer.normalizer = normalizers.NFC() if name == "qwen2" else None
     tokenizer.pre_tokenizer = _pre_tokenizer(name)
-    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.decoder = decoders.ByteLevel()
     for text, kind in zip(tokens, kinds, strict=True):
         if kind in (_CONTROL, _USER_DEFINED):
-            is_special = kind == _CONTROL
-            added = tokenizers.AddedToken(text, special=is_special, normalized=False)
-            tokenizer.add_tokens([added])
+            tokenizer.add_tokens([AddedToken(text, special=kind == _CONTROL, normalized=False)])
     if facts.get("tokenizer.ggml.add_bos_token", name == "llama-bpe"):
         bos_id = facts["tokenizer.ggml.bos_token_id"]
         bos = (tokens[bos_id], bos_id)
-        template = tokenizers.processors.TemplateProcessing([bos[0], "$A"], None, [bos])
-        tokenizer.post_processor = template
+        tokenizer.post_processor = processors.TemplateProcessing([bos[0], "$A"], None, [bos])
     return tokenizer
 
 
-def _pre_tokenizer(name: str) -> tokenizers.pre_tokenizers.PreTokenizer:
-    from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
-
+def _pre_tokenizer(name: str) -> PreTokenizer:
     if name == "smollm":  # "1234" is four tokens
         return Sequence([Digits(individual_digits=True), ByteLevel(add_prefix_space=False)])
-    words = tokenizers.Regex(_WORDS + _DIGITS[name] + _OTHERS)
+    words = Regex(_WORDS + _DIGITS[name] + _OTHERS)
     return Sequence([Split(words, "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
 
 
@@ -238,7 +232,7 @@ def _weights(config: Any, tensors: _Named) -> dict[str, torch.Tensor]:
         model = transformers.AutoModelForCausalLM.from_config(config)
     weights = {}
     for hf_name, parameter in model.named_parameters():
-        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias"))
+        name = names.get_name(hf_name, try_suffixes=(".weight", ".bias")) or hf_name
         tensor = tensors.pop(name, None)
         if tensor is None or tensor.shape[::-1].tolist() != list(parameter.shape):
             raise ValueError(f"the tensor {name} is missing or not of shape {parameter.shape}")

@@ -78,12 +78,11 @@ class LLMEngine:
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Check a prompt and its parameters; nothing is queued. ValueError says what is wrong."""
-        params, text = params.clone(), None
-        if isinstance(prompt, Mapping):
-            prompt, text = _unwrap(prompt)
-        if isinstance(prompt, str):
-            prompt, text = self.tokenizer.encode(prompt), prompt
-        ids = _check_ids(prompt, self.model_config.vocab_size, self.max_model_len)
+        params = params.clone()
+        text, ids = _unwrap(prompt)
+        if ids is None:
+            ids = self.tokenizer.encode(str(text))
+        ids = _check_ids(ids, self.model_config.vocab_size, self.max_model_len)
         for token_id in (*params.stop_token_ids, *(params.logit_bias or ())):
             if token_id >= self.model_config.vocab_size:
                 raise ValueError(
@@ -368,8 +367,12 @@ def _as_prompt_list(prompts: Any) -> list[Prompt]:
     return [each] if each and isinstance(each[0], int) else each
 
 
-def _unwrap(prompt: Mapping[str, Any]) -> tuple[str | list[int], str | None]:
-    """{"prompt": ...} or {"prompt_token_ids": ...} -> what to encode, and the text to report."""
+def _unwrap(prompt: Prompt) -> tuple[str | None, Any]:
+    """A prompt in any form -> (its text if given, its token ids if given)."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
     unknown = set(prompt) - {"prompt", "prompt_token_ids"}
     if unknown or not prompt:
         raise ValueError(
@@ -378,7 +381,10 @@ def _unwrap(prompt: Mapping[str, Any]) -> tuple[str | list[int], str | None]:
     text = prompt.get("prompt")
     if text is not None and not isinstance(text, str):
         raise ValueError(f"prompt: got {type(text).__name__} under 'prompt', need text")
-    return prompt.get("prompt_token_ids", text), text
+    ids = prompt.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise ValueError("prompt: got None, need text or token ids")
+    return text, ids
 
 
 def _check_ids(ids: Any, vocab_size: int, max_model_len: int) -> list[int]:

@@ -70,7 +70,10 @@ def top_logprobs(
                strict=True)  # fmt: skip
     return [
         {token_id: Logprob(own[0], own_rank)}
-        | {i: Logprob(v, rank) for rank, (i, v) in enumerate(zip(i_row[:k], v_row[:k]), 1)}
+        | {
+            i: Logprob(v, rank)
+            for rank, (i, v) in enumerate(zip(i_row[:k], v_row[:k], strict=True), 1)
+        }
         for token_id, k, v_row, i_row, own, own_rank in rows
     ]
 

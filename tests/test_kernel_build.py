@@ -3,7 +3,6 @@
 import ctypes
 import os
 import stat
-import subprocess
 import sys
 
 import pytest

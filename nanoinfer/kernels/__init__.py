@@ -8,7 +8,7 @@ whole engine, slowly, and is what the others are compared with.
 
 import logging
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,11 +43,9 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
         table = _cpu_kernels()
     if use_compile:
         elementwise = ("rms_norm", "add_rms_norm", "rotary", "silu_mul")
-        compiled = {
-            op: torch.compile(getattr(table, op), dynamic=True, fullgraph=True)
-            for op in elementwise
-        }
-        table = table._replace(**compiled)
+        for op in elementwise:
+            compiled: Any = torch.compile(getattr(table, op), dynamic=True, fullgraph=True)
+            table = table._replace(**{op: compiled})
     return table
 
 

@@ -45,7 +45,7 @@ def load_library(source_folder: Path = Path(__file__).parent) -> ctypes.CDLL:
     compiler = _find_compiler()
     sources = tuple(sorted(source_folder.glob("*.cpp")))
     version = _run([*compiler, "--version"])
-    recipe = (*compiler, version, *_FLAGS, *_native_flags(), *sorted(cpu_features()))
+    recipe = (*compiler, version, *_FLAGS, _native_flag(), *sorted(cpu_features()))
     texts = (source.read_text() for source in sources)
     key = xxhash.xxh3_128_hexdigest("\0".join((*recipe, *texts)).encode())
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
@@ -106,16 +106,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def _compile(compiler: tuple[str, ...], sources: tuple[Path, ...], built: Path) -> None:
-    arguments = [*_FLAGS, *map(str, sources), "-o", str(built)]
-    *others, last = _native_flags()
-    for native in others:
-        try:
-            _run([*compiler, native, *arguments])
-            break
-        except KernelBuildError:
-            continue
-    else:
-        _run([*compiler, last, *arguments])
+    _run([*compiler, *_FLAGS, _native_flag(), *map(str, sources), "-o", str(built)])
     with built.open("r+b") as file:
         digest = xxhash.xxh3_128_digest(file.read())
         file.write(digest)  # ELF ignores what follows its last section
@@ -130,10 +121,9 @@ def _find_compiler() -> tuple[str, ...]:
     return (found,)
 
 
-def _native_flags() -> tuple[str, ...]:
-    """The flag for "this CPU", best first: older compilers know only the second on Arm."""
-    is_arm = platform.machine() in ("aarch64", "arm64")
-    return ("-march=native", "-mcpu=native") if is_arm else ("-march=native",)
+def _native_flag() -> str:
+    """The flag for "this CPU", which Arm's compilers spell in their own way."""
+    return "-mcpu=native" if platform.machine() in ("aarch64", "arm64") else "-march=native"
 
 
 def _run(command: list[str]) -> str:

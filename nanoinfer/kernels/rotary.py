@@ -1,4 +1,4 @@
-"""Rotary position embedding: each pair of dimensions is turned by an angle that grows with position.
+"""Rotary position embedding: pairs of dimensions turned by an angle that grows with position.
 
     [y1]   [cos  -sin] [x1]
     [y2] = [sin   cos] [x2]      x1 = x[..., : R/2],  x2 = x[..., R/2 : R]   (neox pairing)
