@@ -14,7 +14,6 @@ next call starts clean.
 import functools
 import itertools
 import logging
-import operator
 import threading
 import time
 from collections.abc import Iterator, Mapping
@@ -31,15 +30,21 @@ from nanoinfer.config import EngineConfig, ModelConfig, as_list, load_generation
 from nanoinfer.loader import find_checkpoint
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.outputs import EngineStats, RequestOutput
+from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import Scheduler
-from nanoinfer.sequence import Request, Sequence
-from nanoinfer.tokenizer import Detokenizer, Tokenizer
+from nanoinfer.sequence import Sequence
+from nanoinfer.tokenizer import (
+    Detokenizer,
+    Prompt,
+    Tokenizer,
+    as_prompt_list,
+    check_prompt,
+    check_vocabulary,
+    unwrap_prompt,
+)
 
 logger = logging.getLogger("nanoinfer")
-
-Prompt = str | list[int] | Mapping[str, Any]
-_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 class LLMEngine:
@@ -53,14 +58,9 @@ class LLMEngine:
         self.tokenizer = Tokenizer(tokenizer_folder, skip=skip_tokenizer_init)
         self._generation_config = load_generation_config(folder)
         self._eos_token_ids = self._find_eos_token_ids()
-        if (config.max_model_len or 0) > self.model_config.max_model_len:
-            raise ValueError(
-                f"max_model_len: got {config.max_model_len}, need at most "
-                f"{self.model_config.max_model_len}, the model's; for more, set yarn in config.json"
-            )
         self._runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
         self.kernels = self._runner.kernels.name
-        self.max_model_len = self._choose_max_model_len(self._runner.num_kv_blocks)
+        self.max_model_len = self._runner.max_model_len
         self.scheduler = Scheduler(
             functools.partial(
                 BlockManager,
@@ -79,16 +79,12 @@ class LLMEngine:
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Check a prompt and its parameters; nothing is queued. ValueError says what is wrong."""
         params = params.clone()
-        text, ids = _unwrap(prompt)
+        text, ids = unwrap_prompt(prompt)
         if ids is None:
             ids = self.tokenizer.encode(str(text))
-        ids = _check_ids(ids, self.model_config.vocab_size, self.max_model_len)
-        for token_id in (*params.stop_token_ids, *(params.logit_bias or ())):
-            if token_id >= self.model_config.vocab_size:
-                raise ValueError(
-                    f"sampling_params: token id {token_id} is outside the vocabulary of "
-                    f"{self.model_config.vocab_size}"
-                )
+        ids = check_prompt(ids, self.model_config.vocab_size, self.max_model_len)
+        named = [*params.stop_token_ids, *(params.logit_bias or ())]
+        check_vocabulary("sampling_params", named, self.model_config.vocab_size)
         if params.stop:
             self.tokenizer.require("stop")
         has_text = params.detokenize and self.tokenizer.is_present
@@ -122,10 +118,13 @@ class LLMEngine:
     def abort(self, request_id: str) -> bool:
         """End a request with finish reason "abort". False if it is not (or no longer) known."""
         with self._lock:
-            request = self._requests.pop(request_id, None)
-            for seq in request.sequences if request else ():
+            request = self._requests.get(request_id)
+            if request is None:
+                return False
+            for seq in request.sequences:
                 self.scheduler.abort(seq)
-            return request is not None
+            self._note_progress(request)
+            return True
 
     def step(self) -> None:
         """Run one batch: the whole engine in a few lines."""
@@ -170,11 +169,7 @@ class LLMEngine:
         """What is used when no sampling_params are given: the checkpoint's generation_config."""
         if self.config.generation_config == "ignore":
             return SamplingParams()
-        found = self._generation_config
-        values = {k: found[k] for k in _GENERATION_FIELDS if found.get(k) is not None}
-        if found.get("max_new_tokens") is not None:
-            values["max_tokens"] = found["max_new_tokens"]
-        return SamplingParams(**values)
+        return SamplingParams.from_generation_config(self._generation_config)
 
     def _note_progress(self, request: Request) -> None:
         """Note the times of first token and end; forget a request that is done."""
@@ -191,21 +186,6 @@ class LLMEngine:
         ids.update(as_list(self._generation_config.get("eos_token_id")))
         ids.update(as_list(self.tokenizer.eos_token_id))
         return frozenset(ids)
-
-    def _choose_max_model_len(self, num_blocks: int) -> int:
-        capacity = num_blocks * self.config.block_size
-        wanted = self.config.max_model_len
-        if wanted is None:
-            if capacity < self.model_config.max_model_len:
-                logger.info("max_model_len: %d, what the KV pool holds", capacity)
-            return min(self.model_config.max_model_len, capacity)
-        if wanted > capacity:
-            raise ValueError(
-                f"max_model_len: {wanted} tokens need {-(-wanted // self.config.block_size)} KV "
-                f"blocks of {self.config.block_size}, the pool has {num_blocks}; lower "
-                "max_model_len, or raise kv_cache_memory or num_kv_blocks"
-            )
-        return wanted
 
 
 class LLM:
@@ -277,18 +257,15 @@ class LLM:
         """Answer one conversation or a list of them, through the model's chat template."""
         is_single = bool(messages) and isinstance(messages[0], Mapping)
         conversations: Any = [messages] if is_single else messages
-        options: dict[str, Any] = {"add_generation_prompt": add_generation_prompt}
-        if continue_final_message:
-            options["continue_final_message"] = True
-        if tools is not None:
-            options["tools"] = tools
-        options.update(chat_template_kwargs or {})
-        prompts = []
-        for conversation in conversations:
-            text, ids = self.engine.tokenizer.encode_chat(
-                list(conversation), chat_template, **options
-            )
-            prompts.append({"prompt": text, "prompt_token_ids": ids})
+        encode = functools.partial(
+            self.engine.tokenizer.encode_chat,
+            chat_template,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            **(chat_template_kwargs or {}),
+        )
+        prompts = [encode(messages=list(conversation)) for conversation in conversations]
         return self._run(self._make_requests(prompts, sampling_params), use_tqdm)
 
     def stream(
@@ -312,7 +289,7 @@ class LLM:
         prompts: Prompt | Seq[Prompt],
         sampling_params: SamplingParams | Seq[SamplingParams] | None,
     ) -> list[Request]:
-        each = _as_prompt_list(prompts)
+        each = as_prompt_list(prompts)
         if sampling_params is None:
             sampling_params = self.engine.default_sampling_params()
             logger.info("sampling_params from generation_config: %s", sampling_params)
@@ -327,18 +304,17 @@ class LLM:
         return [self.engine.make_request(prompt, params) for prompt, params in pairs]
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
-        bar = tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm)
-        try:
-            for request in requests:
-                self.engine.add_request(request)
-            while num_left := sum(not request.is_finished for request in requests):
-                self.engine.step()
-                bar.update(len(requests) - num_left - bar.n)
-            bar.update(len(requests) - bar.n)
-            return [request.output() for request in requests]
-        finally:
-            bar.close()
-            self._abort_all(requests)
+        with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
+            try:
+                for request in requests:
+                    self.engine.add_request(request)
+                while num_left := sum(not request.is_finished for request in requests):
+                    self.engine.step()
+                    bar.update(len(requests) - num_left - bar.n)
+                bar.update(len(requests) - bar.n)
+            finally:
+                self._abort_all(requests)
+        return [request.output() for request in requests]
 
     def _stream(self, requests: list[Request]) -> Iterator[RequestOutput]:
         try:
@@ -358,53 +334,3 @@ class LLM:
     def _abort_all(self, requests: list[Request]) -> None:
         for request in requests:
             self.engine.abort(request.request_id)
-
-
-def _as_prompt_list(prompts: Any) -> list[Prompt]:
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    each = list(prompts)
-    return [each] if each and isinstance(each[0], int) else each
-
-
-def _unwrap(prompt: Prompt) -> tuple[str | None, Any]:
-    """A prompt in any form -> (its text if given, its token ids if given)."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if not isinstance(prompt, Mapping):
-        return None, prompt
-    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-    if unknown or not prompt:
-        raise ValueError(
-            f"prompt: got keys {sorted(prompt)}, need 'prompt' (text) or 'prompt_token_ids' (list)"
-        )
-    text = prompt.get("prompt")
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"prompt: got {type(text).__name__} under 'prompt', need text")
-    ids = prompt.get("prompt_token_ids")
-    if text is None and ids is None:
-        raise ValueError("prompt: got None, need text or token ids")
-    return text, ids
-
-
-def _check_ids(ids: Any, vocab_size: int, max_model_len: int) -> list[int]:
-    """A prompt's token ids as ints that the model knows, and few enough."""
-    try:
-        ids = [operator.index(i) for i in ids]
-    except TypeError:
-        raise ValueError(
-            f"prompt: got {ids!r:.80}, need text, a list of token ids or a dict of one of them"
-        ) from None
-    if not ids:
-        raise ValueError("prompt: got no tokens, need at least 1")
-    for token_id in (min(ids), max(ids)):
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"prompt: token id {token_id} is outside the vocabulary of {vocab_size}"
-            )
-    if len(ids) >= max_model_len:
-        raise ValueError(
-            f"prompt: got {len(ids)} tokens, need fewer than max_model_len = {max_model_len}; "
-            "shorten the prompt or raise max_model_len"
-        )
-    return ids

@@ -39,6 +39,11 @@ class ModelRunner:
         dtype = choose_dtype(config.dtype, model_config.dtype, self._device)
         self.kernels = select_kernels(self._device, config.kernels, config.use_compile)
         longest = config.max_model_len or model_config.max_model_len
+        if longest > model_config.max_model_len:
+            raise ValueError(
+                f"max_model_len: got {longest}, need at most {model_config.max_model_len}, the "
+                "model's; for more, set yarn in config.json"
+            )
         self._model = CausalLM(
             model_config, longest, self.kernels, dtype=dtype, device=self._device
         )
@@ -50,6 +55,7 @@ class ModelRunner:
         self._specs = self._model.cache_specs()
         self._caches = self._allocate(1)
         self.num_kv_blocks = self._count_kv_blocks(config, longest)
+        self.max_model_len = self._choose_max_model_len(config, longest)
         self._caches = self._allocate(1 + self.num_kv_blocks)  # block 0 is the null block
 
     @torch.inference_mode()
@@ -97,6 +103,20 @@ class ModelRunner:
                 f"takes {bytes_per_block:,}; raise kv_cache_memory or free some memory"
             )
         return num_blocks
+
+    def _choose_max_model_len(self, config: EngineConfig, longest: int) -> int:
+        """The most tokens that one sequence can have: it must fit the pool alone."""
+        capacity = self.num_kv_blocks * config.block_size
+        if capacity >= longest:
+            return longest
+        if config.max_model_len is None:
+            logger.info("max_model_len: %d instead of %d, for the KV pool", capacity, longest)
+            return capacity
+        raise ValueError(
+            f"max_model_len: {longest} tokens need {-(-longest // config.block_size)} KV blocks of "
+            f"{config.block_size}, the pool has {self.num_kv_blocks}; lower max_model_len, or "
+            "raise kv_cache_memory or num_kv_blocks"
+        )
 
     def _free_memory(self, config: EngineConfig, longest: int) -> int:
         if self._device.type == "cpu":

@@ -66,9 +66,19 @@ class SamplingParams:
             self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
         )
 
+    @classmethod
+    def from_generation_config(cls, found: dict[str, Any]) -> "SamplingParams":
+        """The defaults that a checkpoint's generation_config.json suggests."""
+        names = {name: name for name in _GENERATION_FIELDS} | {"max_new_tokens": "max_tokens"}
+        values = {ours: found[hf] for hf, ours in names.items() if found.get(hf) is not None}
+        return cls(**values)
+
     def clone(self, **changes: Any) -> "SamplingParams":
         """A copy, checked again."""
         return dataclasses.replace(self, **changes)
+
+
+_GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def _is_int(value: Any, low: int) -> bool:

@@ -9,12 +9,15 @@ Encoding, decoding and chat templates are the `tokenizers` and `transformers` li
 the incremental part.
 """
 
+import operator
+from collections.abc import Mapping
 from collections.abc import Sequence as Ids
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.sampling_params import SamplingParams
 
+Prompt = str | list[int] | Mapping[str, Any]
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _REPLACEMENT = "\ufffd"  # what decoders show for bytes that are not, or not yet, a character
 
@@ -52,20 +55,22 @@ class Tokenizer:
         return self.require("text prompt").encode(text)
 
     def encode_chat(
-        self, messages: list[dict], chat_template: str | None = None, **template_kwargs: Any
-    ) -> tuple[str, list[int]]:
-        """Prompt text and ids of a conversation; the template places special tokens itself."""
+        self, chat_template: str | None, *, messages: list[dict], **template_kwargs: Any
+    ) -> dict[str, Any]:
+        """A conversation as a prompt with its ids; the template places special tokens itself."""
         hf = self.require("chat")
         if chat_template is None and not hf.chat_template:
             raise ValueError(
                 f"chat: {self._folder} has no chat template (chat_template.jinja or "
                 "tokenizer_config.json); pass chat_template=..., or use generate"
             )
-        options = {"add_generation_prompt": True, **template_kwargs}
         text = hf.apply_chat_template(
-            messages, chat_template=chat_template, tokenize=False, **options
+            messages, chat_template=chat_template, tokenize=False, **template_kwargs
         )
-        return text, hf.encode(text, add_special_tokens=False)
+        return {
+            "prompt": text,
+            "prompt_token_ids": hf.encode(text, add_special_tokens=False),
+        }
 
     def decode(self, ids: Ids[int], skip_special_tokens: bool = True) -> str:
         hf = self.require("decode")
@@ -73,6 +78,62 @@ class Tokenizer:
         if backend is not None:  # the Rust library without transformers' Python around it
             return backend.decode(ids, skip_special_tokens)
         return hf.decode(ids, skip_special_tokens=skip_special_tokens)
+
+
+def as_prompt_list(prompts: Any) -> list[Prompt]:
+    """One prompt in any form, or several of them -> a list. A list of ints is one prompt."""
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    each = list(prompts)
+    return [each] if each and isinstance(each[0], int) else each
+
+
+def unwrap_prompt(prompt: Prompt) -> tuple[str | None, Any]:
+    """A prompt in any form -> (its text if given, its token ids if given)."""
+    if isinstance(prompt, str):
+        return prompt, None
+    if not isinstance(prompt, Mapping):
+        return None, prompt
+    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
+    if unknown or not prompt:
+        raise ValueError(
+            f"prompt: got keys {sorted(prompt)}, need 'prompt' (text) or 'prompt_token_ids' (list)"
+        )
+    text = prompt.get("prompt")
+    if text is not None and not isinstance(text, str):
+        raise ValueError(f"prompt: got {type(text).__name__} under 'prompt', need text")
+    ids = prompt.get("prompt_token_ids")
+    if text is None and ids is None:
+        raise ValueError("prompt: got None, need text or token ids")
+    return text, ids
+
+
+def check_prompt(ids: Any, vocab_size: int, max_model_len: int) -> list[int]:
+    """A prompt's token ids as ints that the model knows, and few enough."""
+    try:
+        ids = [operator.index(i) for i in ids]
+    except TypeError:
+        raise ValueError(
+            f"prompt: got {ids!r:.80}, need text, a list of token ids or a dict of one of them"
+        ) from None
+    if not ids:
+        raise ValueError("prompt: got no tokens, need at least 1")
+    check_vocabulary("prompt", ids, vocab_size)
+    if len(ids) >= max_model_len:
+        raise ValueError(
+            f"prompt: got {len(ids)} tokens, need fewer than max_model_len = {max_model_len}; "
+            "shorten the prompt or raise max_model_len"
+        )
+    return ids
+
+
+def check_vocabulary(what: str, ids: list[int], vocab_size: int) -> None:
+    """All ids must be the model's (whose vocabulary may be larger than the tokenizer's)."""
+    for token_id in (min(ids, default=0), max(ids, default=0)):
+        if not 0 <= token_id < vocab_size:
+            raise ValueError(
+                f"{what}: token id {token_id} is outside the vocabulary of {vocab_size}"
+            )
 
 
 class Detokenizer:

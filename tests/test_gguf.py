@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -27,12 +28,13 @@ from nanoinfer.gguf import convert_gguf
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.content }}<|im_end|>\n{% endfor %}"
 # Merges that show where text was cut: digits, spaces, newlines.
-MERGES = ["1 2", "12 3", "Ġ 1", "Ġ t", "Ġt h", "h e", "Ċ Ċ", "Ġ Ġ", "l o", "lo w", "Ġ Ċ", "' s"]
+MERGES = ["1 2", "12 3", "Ġ 1", "Ġ t", "Ġt h", "h e", "Ċ Ċ", "Ġ Ġ", "l o", "lo w", "Ġ Ċ"]
 ALPHABET = sorted(pre.ByteLevel.alphabet())
 MERGED = [merge.replace(" ", "") for merge in MERGES]
 ADDED = {"<|endoftext|>": 3, "<|im_start|>": 3, "<|im_end|>": 3, "<think>": 4}
-TOKENS = [*ALPHABET, *MERGED, *ADDED, "[PAD272]"]  # 273, the tiny models' vocabulary
-KINDS = [1] * (256 + len(MERGES)) + [*ADDED.values(), 5]
+# No merge leads to "Ġlow": Llama 3 takes it as a whole all the same, the others do not.
+TOKENS = [*ALPHABET, *MERGED, "Ġlow", *ADDED, "[PAD272]"]  # 273, the tiny models' vocabulary
+KINDS = [1] * (256 + len(MERGES) + 1) + [*ADDED.values(), 5]
 BOS, IM_END = TOKENS.index("<|endoftext|>"), TOKENS.index("<|im_end|>")
 TEXTS = [
     "the low 1234 12 3.123 123123",
@@ -216,7 +218,9 @@ def original_tokenizer(name: str) -> tokenizers.Tokenizer:
     if name == "qwen2":
         tokenizer = Qwen2Tokenizer(vocab=vocab, merges=merges).backend_tokenizer
     else:
-        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+        tokenizer = tokenizers.Tokenizer(
+            tokenizers.models.BPE(vocab, merges, ignore_merges=name == "llama-bpe")
+        )
         if name == "smollm":
             steps = [pre.Digits(individual_digits=True), pre.ByteLevel(add_prefix_space=False)]
         else:
@@ -268,7 +272,7 @@ def test_second_call_does_no_work_and_a_changed_file_does(load, tmp_path, monkey
         patch.setattr(module, "_convert", None)
         assert convert_gguf(file) == folder
     assert before == {child.name: child.stat().st_mtime_ns for child in folder.iterdir()}
-    write_gguf(file, load("tiny-qwen3"))
+    os.utime(file, ns=(1, 1))  # the same size and content, another time
     assert convert_gguf(file) != folder
 
 

@@ -70,11 +70,13 @@ def test_all_sources_go_into_one_call(home):
     assert count_builds(home) == 1
 
 
-@pytest.mark.parametrize("change", ["source", "compiler", "features"])
+@pytest.mark.parametrize("change", ["source", "header", "compiler", "features"])
 def test_key_follows_what_goes_into_a_build(home, monkeypatch, change):
     load(home)
     if change == "source":
         (home / "src" / "one.cpp").write_text(SOURCE % 3)
+    elif change == "header":
+        (home / "src" / "one.h").write_text("// new\n")
     elif change == "compiler":
         script = home / "compiler"
         script.write_text(script.read_text().replace("fake 1.0", "fake 1.1"))

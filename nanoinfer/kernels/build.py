@@ -17,9 +17,9 @@ import os
 import platform
 import shlex
 import shutil
-import subprocess
 import tempfile
 from pathlib import Path
+from subprocess import PIPE, STDOUT, run
 
 import torch
 import xxhash
@@ -46,7 +46,8 @@ def load_library(source_folder: Path = Path(__file__).parent) -> ctypes.CDLL:
     sources = tuple(sorted(source_folder.glob("*.cpp")))
     version = _run([*compiler, "--version"])
     recipe = (*compiler, version, *_FLAGS, _native_flag(), *sorted(cpu_features()))
-    texts = (source.read_text() for source in sources)
+    headers = sorted(source_folder.glob("*.h"))
+    texts = (path.read_text() for path in (*sources, *headers))
     key = xxhash.xxh3_128_hexdigest("\0".join((*recipe, *texts)).encode())
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return _open_or_build(Path(home, "nanoinfer", "kernels", f"{key}.so"), compiler, sources)
@@ -128,9 +129,7 @@ def _native_flag() -> str:
 
 def _run(command: list[str]) -> str:
     try:
-        done = subprocess.run(
-            command, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, errors="replace"
-        )
+        done = run(command, text=True, errors="replace", stdout=PIPE, stderr=STDOUT)
     except OSError as error:
         raise KernelBuildError(f"{command[0]}: {error.strerror}") from error
     if done.returncode != 0:

@@ -9,7 +9,7 @@
 // key is read once for all of them. An item walks over its keys, KEYS at a time:
 //
 //     s[key][row] = q[row] . k[key]            scores, in units of log2
-//     p[key][row] = 2^(s - max so far)         online softmax (Milakov & Gimelshein, FlashAttention)
+//     p[key][row] = 2^(s - max so far)         online softmax, as in FlashAttention
 //     o[row]      = o[row] * decay + sum over keys of p[key][row] * v[key]
 //
 // The lanes of a vector are query rows in the first two lines (the queries are transposed once, the
@@ -20,9 +20,9 @@
 // Shapes: T tokens, S sequences, H query heads, KV kv heads, G = H / KV, D head dim (width: D
 // rounded up to whole vectors), M blocks in a row of the table, B tokens in a block.
 //
-//     table row of one sequence:   [ 7 | 3 | 9 | 0 | 0 ]       B = 4, 10 tokens
-//                                    |   |   |
-//     cache (blocks anywhere):   7: [0 1 2 3]  3: [4 5 6 7]  9: [8 9 . .]    "." is never read
+//     a sequence of 10 tokens, B = 4, M = 5
+//     its row of block_tables:  [   7   |   3   |   9   |   0   |   0   ]
+//     positions in those blocks: 0 1 2 3 4 5 6 7 8 9 . .                     "." is never read
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -279,6 +279,10 @@ template <class T> struct Attention {
     for (int key = 0; key < n; key++) {
       const int64_t offset = ((*block * B + slot) * KV + kv) * D;
       k[key] = k_cache + offset, v[key] = v_cache + offset;
+      for (int64_t d = 0; d < D; d += 64 / sizeof(T)) {  // pages lie anywhere: no hardware guesses
+        __builtin_prefetch(k[key] + d);
+        __builtin_prefetch(v[key] + d);
+      }
       if (++slot == B) slot = 0, block++;
     }
   }

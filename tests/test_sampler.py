@@ -1,0 +1,532 @@
+"""Sampler: the draws have the distribution that the filters leave, and depend on nothing else."""
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from nanoinfer import sampler
+from nanoinfer.batch import Batch, SamplingBatch
+from nanoinfer.request import Request
+from nanoinfer.sampler import sample, top_logprobs
+from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.scheduler import ScheduledSequence
+from nanoinfer.sequence import Sequence
+
+CPU = torch.device("cpu")
+EOS = 2
+NUM_DRAWS = 50_000
+MIN_P_VALUE = 1e-3
+ROUNDING = 1e-6  # of probabilities in fp32
+
+
+def make_sequence(
+    params: SamplingParams, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = ()
+) -> Sequence:
+    request = Request(
+        "0", None, list(prompt), params, eos_token_ids=frozenset({EOS}), max_model_len=1 << 30
+    )
+    request.sequences = [Sequence(request, 0, params.seed or 0, None)]
+    request.sequences[0].token_ids += output
+    return request.sequences[0]
+
+
+def make_batch(*sequences: Sequence) -> SamplingBatch:
+    """As the engine does it: every sequence samples."""
+    for seq in sequences:
+        seq.block_table = [1]
+    step = [ScheduledSequence(seq, len(seq) - 1, 1, True) for seq in sequences]
+    sampling = Batch.build(step, 1 << 30, CPU).sampling
+    assert sampling is not None
+    return sampling
+
+
+def make_rows(num_rows: int, seed: int = 0, **params: object) -> SamplingBatch:
+    """`num_rows` positions of one sequence."""
+    p = SamplingParams(**params)
+
+    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
+        return torch.full((num_rows,), value, dtype=dtype)
+
+    return SamplingBatch(
+        temperatures=full(p.temperature),
+        top_k=full(max(p.top_k, 0), torch.int64),
+        top_p=full(p.top_p),
+        min_p=full(p.min_p),
+        seeds=full(seed, torch.int64),
+        positions=torch.arange(num_rows),
+        added=None,
+        repetition=None,
+        penalties=None,
+        num_logprobs=[None] * num_rows,
+        has_random=True,
+        has_filters=p.top_k > 0 or p.top_p < 1 or p.min_p > 0,
+    )
+
+
+def kept_by_sort(
+    scores: Tensor, top_k: int, top_p: float, min_p: float, slack: float = 0.0
+) -> Tensor:
+    """The filters' definition, by a full sort in fp64: which of the scores [V] are kept.
+
+    `slack` > 0 keeps a little less, < 0 a little more: the two sides of rounding.
+    """
+    probs = scores.double().softmax(-1)
+    kept = probs >= min_p * (1 + slack) * probs.max()
+    if 0 < top_k < kept.sum():
+        kept &= probs >= probs[kept].sort(descending=True).values[top_k - 1]
+    if top_p < 1:
+        ordered = probs[kept].sort(descending=True).values
+        before = ordered.cumsum(0) - ordered  # the crossing token stays
+        is_in = before < (top_p - slack) * ordered.sum()
+        kept &= probs >= ordered[is_in].min()
+    return kept
+
+
+def chi_square_p_value(counts: Tensor, expected: Tensor) -> float:
+    """Probability of a fit as bad as this, by chance; cells with few expected are merged."""
+    counts, expected = counts.double(), expected.double()
+    few = expected < 5
+    if few.any():
+        counts = torch.cat([counts[~few], counts[few].sum().view(1)])
+        expected = torch.cat([expected[~few], expected[few].sum().view(1)])
+    counts, expected = counts[expected > 0], expected[expected > 0]
+    statistic = ((counts - expected) ** 2 / expected).sum()
+    half_degrees = torch.tensor((len(expected) - 1) / 2, dtype=torch.float64)
+    return float(torch.special.gammaincc(half_degrees, statistic / 2))
+
+
+# The draws fit the distribution
+
+
+FILTERS = {
+    "temperature": {"temperature": 0.7},
+    "hot": {"temperature": 3.0},
+    "top_k": {"top_k": 5},
+    "top_p": {"top_p": 0.8},
+    "min_p": {"min_p": 0.1},
+    "all": {"temperature": 1.5, "min_p": 0.05, "top_k": 10, "top_p": 0.9},
+}
+
+
+@pytest.mark.parametrize("vocab_size", [12, 300])
+@pytest.mark.parametrize("name", FILTERS)
+def test_draws_fit_the_filtered_distribution(name: str, vocab_size: int):
+    generator = torch.Generator().manual_seed(vocab_size)
+    logits = 1.5 * torch.randn(vocab_size, generator=generator)
+    params = SamplingParams(**FILTERS[name])
+    scores = logits / params.temperature
+    kept = kept_by_sort(scores, params.top_k, params.top_p, params.min_p)
+    probs = scores.double().masked_fill(~kept, -math.inf).softmax(-1)
+    assert (name in ("temperature", "hot")) == bool(kept.all())
+    sampling = make_rows(NUM_DRAWS, **FILTERS[name])
+    # A row's threshold costs a Python loop with top_p, so the draws are those of 500 thresholds.
+    ids = sample(logits.repeat(NUM_DRAWS, 1), sampling).token_ids
+    counts = torch.bincount(torch.tensor(ids), minlength=vocab_size)
+    assert counts[~kept].sum() == 0
+    assert chi_square_p_value(counts, probs * NUM_DRAWS) > MIN_P_VALUE
+
+
+def test_flat_draws_of_a_large_vocabulary_are_uniform():
+    """The path where any id may win. Buckets of ids, high and low bits."""
+    vocab_size, num_draws = 50_000, 2_000
+    sampling = make_rows(num_draws, seed=5)
+    ids: list[int] = []
+    for start in range(0, num_draws, 500):
+        part = make_rows(500, seed=5)
+        positions = sampling.positions[start : start + 500]
+        part = SamplingBatch(**{**vars(part), "positions": positions})
+        ids += sample(torch.zeros(500, vocab_size), part).token_ids
+    for buckets in (torch.tensor(ids) // 1000, torch.tensor(ids) % 50):
+        counts = torch.bincount(buckets, minlength=50)
+        assert chi_square_p_value(counts, torch.full((50,), num_draws / 50)) > MIN_P_VALUE
+
+
+def test_chi_square_sees_a_small_error():
+    """The yardstick itself: known values, and 2% more on one of ten ids is found."""
+    values = chi_square_p_value(torch.tensor([44, 56]), torch.tensor([50.0, 50.0]))
+    assert values == pytest.approx(0.2301, abs=1e-4)
+    expected = torch.full((10,), NUM_DRAWS / 10)
+    skewed = expected.clone()
+    skewed[0] *= 1.08
+    skewed[1:] -= (skewed[0] - expected[0]) / 9
+    assert chi_square_p_value(skewed, expected) < MIN_P_VALUE
+    assert chi_square_p_value(expected, expected) == 1
+
+
+# Filters: equal to a full sort
+
+
+def _cases(vocab_size: int) -> Iterator[tuple[str, Tensor]]:
+    generator = torch.Generator().manual_seed(vocab_size)
+    noise = torch.randn(vocab_size, generator=generator)
+    yield "random", 2 * noise
+    yield "flat", torch.zeros(vocab_size)
+    yield "nearly flat", 0.1 * noise
+    yield "peaked", 20 * noise
+    yield "tied", (2 * noise).round()
+    masked = torch.rand(vocab_size, generator=generator) < 0.3
+    masked[int(noise.argmax())] = False
+    yield "masked", noise.masked_fill(masked, -math.inf)
+    yield "nearly flat and masked", (0.1 * noise).masked_fill(masked, -math.inf)
+    yield "one allowed", torch.full((vocab_size,), -math.inf).index_fill(0, torch.tensor(3), 1.0)
+
+
+CASE_NAMES = [name for name, _ in _cases(5)]
+FILTER_VALUES = [
+    {"top_k": top_k, "top_p": top_p, "min_p": min_p}
+    for top_k in (0, 1, 3, 63, 64, 65, 1024, 2000, 10**9)
+    for top_p, min_p in ((1.0, 0.0), (1e-6, 0.0), (0.5, 0.0), (0.95, 0.2), (0.999, 0.0), (1.0, 1.0))
+    if (top_k, top_p, min_p) != (0, 1.0, 0.0)
+]
+
+
+@pytest.mark.parametrize("vocab_size", [5, 100, 1000, 50_000])
+@pytest.mark.parametrize("name", CASE_NAMES)
+def test_thresholds_equal_a_full_sort(name: str, vocab_size: int):
+    logits = dict(_cases(vocab_size))[name]
+    sequences = [make_sequence(SamplingParams(**values)) for values in FILTER_VALUES]
+    sampling = make_batch(*sequences)
+    scores = (logits - logits.max()).repeat(len(sequences), 1)
+    values = scores.topk(min(64, vocab_size)).values
+    thresholds = sampler._thresholds(scores, values, sampling, torch.arange(len(sequences)))
+    for filters, row, threshold in zip(FILTER_VALUES, scores, thresholds, strict=True):
+        kept = (row >= threshold) & (row > -math.inf)
+        least, most = (
+            kept_by_sort(row, **filters, slack=slack) & (row > -math.inf)
+            for slack in (ROUNDING, -ROUNDING)
+        )
+        assert not (least & ~kept).any(), (filters, int(kept.sum()), int(least.sum()))
+        assert not (kept & ~most).any(), (filters, int(kept.sum()), int(most.sum()))
+
+
+@pytest.mark.parametrize("vocab_size", [5, 100, 1000, 50_000])
+@pytest.mark.parametrize("name", CASE_NAMES)
+def test_draw_is_the_best_noisy_score_of_all_that_is_kept(
+    name: str, vocab_size: int, monkeypatch: pytest.MonkeyPatch
+):
+    """The definition, without candidates, bounds on the noise or a wide path."""
+    num_wide = 0
+    draw_wide = sampler._draw_wide
+
+    def counted(*arguments: Tensor) -> Tensor:
+        nonlocal num_wide
+        num_wide += 1
+        return draw_wide(*arguments)
+
+    monkeypatch.setattr(sampler, "_draw_wide", counted)
+    logits = dict(_cases(vocab_size))[name]
+    filters = [{}, {"top_p": 0.5}, {"top_k": 2000}, {"min_p": 0.9}, {"temperature": 0.5}]
+    sequences = [
+        make_sequence(SamplingParams(**chosen, seed=seed), prompt=(1,) * (1 + seed))
+        for chosen in filters
+        for seed in range(20 if vocab_size > 10_000 else 60)
+    ]
+    sampling = make_batch(*sequences)
+    ids = sample(logits.repeat(len(sequences), 1), sampling).token_ids
+    for i, seq in enumerate(sequences):
+        p = seq.params
+        scores = (logits - logits.max()) / p.temperature
+        rows = torch.tensor([i])
+        key = sampler._row_keys(sampling.seeds[rows], sampling.positions[rows])
+        noise = sampler._gumbel(sampler._hash(key, torch.arange(vocab_size)))
+        if p.top_p < 1 or p.top_k or p.min_p:
+            values = scores.topk(min(64, vocab_size)).values
+            threshold = sampler._thresholds(scores[None], values[None], sampling, rows)
+            scores = scores.masked_fill(scores < threshold, -math.inf)
+        assert ids[i] == int((scores + noise).argmax()), p
+    if vocab_size == 50_000 and name in ("flat", "nearly flat"):
+        assert num_wide == len(sequences)
+
+
+# The noise
+
+
+def _hashes(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    return sampler._hash(sampler._row_keys(seeds, positions), ids)
+
+
+def _vary(what: str, count: int, seed: int, position: int, token_id: int) -> Tensor:
+    """Hashes of `count` neighbours in one of the three inputs."""
+    start = {"seeds": seed, "positions": position, "ids": token_id}
+    inputs = {name: torch.full((count,), value) for name, value in start.items()}
+    inputs[what] = inputs[what] + torch.arange(count)
+    return _hashes(**inputs)
+
+
+STARTS = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (42, 77, 0), (2**40 + 3, 5, 100), (2**63 - 70_000, 9, 7)]
+
+
+@pytest.mark.parametrize("what", ["ids", "positions", "seeds"])
+@pytest.mark.parametrize("start", STARTS, ids=str)
+def test_noise_is_uniform_and_neighbours_are_independent(what: str, start: tuple[int, int, int]):
+    count = 1 << 16
+    hashes = _vary(what, count, *start)
+    assert 0 <= int(hashes.min()) <= int(hashes.max()) < 1 << 24
+    for buckets in (hashes >> 16, hashes & 0xFF, (hashes >> 8) & 0xFF):
+        counts = torch.bincount(buckets, minlength=256)
+        assert chi_square_p_value(counts, torch.full((256,), count / 256)) > MIN_P_VALUE
+    for lag in (1, 2, 3, 4, 8, 64):
+        pairs = (hashes[:-lag] >> 20) * 16 + (hashes[lag:] >> 20)
+        counts = torch.bincount(pairs, minlength=256)
+        assert chi_square_p_value(counts, torch.full((256,), len(pairs) / 256)) > MIN_P_VALUE
+        noise = sampler._gumbel(hashes)
+        correlation = torch.corrcoef(torch.stack([noise[:-lag], noise[lag:]]))[0, 1]
+        assert abs(float(correlation)) < 4 / math.sqrt(count)
+
+
+@pytest.mark.parametrize("what", ["positions", "seeds"])
+def test_rows_of_neighbouring_positions_or_seeds_are_unrelated(what: str):
+    """All ids' noise in one row against the same ids' in the next."""
+    count = 1 << 16
+    ids = torch.arange(count)
+    rows = []
+    for i in range(4):
+        seed, position = (7, 30 + i) if what == "positions" else (7 + i, 30)
+        rows.append(_hashes(torch.tensor([seed]), torch.tensor([position]), ids))
+    for a in range(4):
+        for b in range(a):
+            counts = torch.bincount((rows[a] >> 20) * 16 + (rows[b] >> 20), minlength=256)
+            assert chi_square_p_value(counts, torch.full((256,), count / 256)) > MIN_P_VALUE
+            assert int((rows[a] == rows[b]).sum()) < 5
+
+
+def test_row_keys_do_not_collide_and_use_all_bits_of_a_seed():
+    seeds = torch.tensor([0, 1, 2, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1]).repeat_interleave(99)
+    keys = sampler._row_keys(seeds, torch.arange(99).repeat(8))
+    assert len(set(keys.tolist())) == len(keys)
+
+
+def test_gumbel_is_finite_and_bounded_by_what_the_shortcut_assumes():
+    extremes = sampler._gumbel(torch.tensor([0, 1, (1 << 24) - 1]))
+    assert extremes.isfinite().all()
+    assert float(extremes[2]) == pytest.approx(sampler._MAX_NOISE, abs=1e-12)
+    assert float(extremes[2]) <= sampler._MAX_NOISE + 1e-12
+    assert list(extremes) == sorted(extremes)
+    noise = sampler._gumbel(torch.arange(0, 1 << 24, 16))
+    assert float(noise.mean()) == pytest.approx(0.5772, abs=1e-3)
+    assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=1e-2)
+
+
+# A row depends on itself only
+
+
+def test_draws_depend_on_neither_row_nor_neighbours():
+    generator = torch.Generator().manual_seed(0)
+    options = [
+        {},
+        {"temperature": 0},
+        {"top_k": 3},
+        {"top_k": 500},
+        {"top_p": 0.7},
+        {"temperature": 5.0, "top_p": 0.99},
+        {"min_p": 0.3},
+        {"presence_penalty": 1.0, "logit_bias": {5: 3.0}},
+        {"repetition_penalty": 1.3, "min_tokens": 3},
+    ]
+    sequences = [
+        make_sequence(SamplingParams(**chosen, seed=i % 7), (1, 5), tuple(range(i % 4)))
+        for i, chosen in enumerate(options * 4)
+    ]
+    logits = torch.randn(len(sequences), 1000, generator=generator)
+    alone = [
+        sample(row.clone()[None], make_batch(seq)).token_ids[0]
+        for row, seq in zip(logits, sequences, strict=True)
+    ]
+    assert sample(logits.clone(), make_batch(*sequences)).token_ids == alone
+    order = torch.randperm(len(sequences), generator=generator).tolist()
+    for part in (order, order[:5], order[7:20]):
+        mixed = sample(logits[part], make_batch(*(sequences[i] for i in part))).token_ids
+        assert mixed == [alone[i] for i in part]
+
+
+def test_seed_and_position_both_matter():
+    logits = torch.zeros(1, 1000)
+
+    def draw(seed: int, length: int) -> int:
+        seq = make_sequence(SamplingParams(seed=seed), (1,) * length)
+        return sample(logits.clone(), make_batch(seq)).token_ids[0]
+
+    assert draw(1, 3) == draw(1, 3)
+    assert len({draw(1, length) for length in range(1, 21)}) > 15
+    assert len({draw(seed, 3) for seed in range(20)}) > 15
+
+
+# Extremes
+
+
+def test_tiny_temperature_is_greedy_and_huge_is_uniform():
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(500, 20, generator=generator)
+    logits[:, 4] = -math.inf
+    for temperature in (1e-30, 1e-46, 1e-42):
+        tiny = sample(logits.clone(), make_rows(500, temperature=temperature))
+        assert tiny.token_ids == logits.argmax(-1).tolist()
+    draws = 20_000
+    hot = sample(logits[:1].repeat(draws, 1), make_rows(draws, temperature=1e30)).token_ids
+    counts = torch.bincount(torch.tensor(hot), minlength=20)
+    assert counts[4] == 0
+    expected = torch.full((20,), draws / 19)
+    expected[4] = 0
+    assert chi_square_p_value(counts, expected) > MIN_P_VALUE
+
+
+def test_tiny_temperature_draws_among_equals():
+    logits = torch.tensor([1.0, 3.0, 3.0, -math.inf]).repeat(4000, 1)
+    counts = torch.bincount(torch.tensor(sample(logits, make_rows(4000, temperature=1e-30)).token_ids))
+    assert chi_square_p_value(counts[1:], torch.tensor([2000.0, 2000.0])) > MIN_P_VALUE
+    assert counts[0] == 0
+
+
+def test_filters_beside_a_temperature_that_is_zero_in_fp32():
+    """SamplingParams takes 1e-46, which no fp32 holds: the row is greedy, filters or not."""
+    sequences = [make_sequence(SamplingParams(temperature=1e-46, top_k=3))]
+    assert sample(torch.tensor([[0.0, 2.0, 1.0]]), make_batch(*sequences)).token_ids == [1]
+
+
+@pytest.mark.parametrize("top_k", [2**31, 2**63 - 1, 2**63, 2**70])
+def test_top_k_of_any_size_is_off_or_refused(top_k: int):
+    """Beyond the vocabulary it is off; a number that no tensor holds must not fail the step."""
+    try:
+        params = SamplingParams(top_k=top_k, temperature=1e-3)
+    except ValueError:
+        return
+    assert sample(torch.tensor([[0.0, 2.0, 1.0]]), make_batch(make_sequence(params))).token_ids == [1]
+
+
+def test_masked_rows_beside_greedy_rows():
+    """-inf logits, one allowed id or none, in greedy and drawn rows: nothing else changes."""
+    logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(2))
+    logits[1] = -math.inf
+    logits[1, 17] = -5.0
+    logits[2] = -math.inf
+    logits[3, :199] = -math.inf
+    logits[4] = -math.inf
+    params = [{"temperature": t, "logprobs": 1} for t in (0, 0, 0, 1, 1, 1)]
+    sampling = make_batch(*(make_sequence(SamplingParams(**p)) for p in params))
+    ids, logprobs = sample(logits.clone(), sampling)
+    assert ids[0] == int(logits[0].argmax())
+    assert ids[1] == 17
+    assert ids[3] == 199
+    assert all(0 <= token_id < 200 for token_id in ids)
+    last = make_batch(make_sequence(SamplingParams(**params[5])))
+    assert ids[5] == sample(logits[5:].clone(), last).token_ids[0]
+    for row in (0, 1, 3, 5):
+        assert all(math.isfinite(found.logprob) for i, found in logprobs[row].items() if i == ids[row])
+    assert logprobs[1][17].logprob == 0
+
+
+def test_masked_ids_are_never_drawn():
+    """A mask beside top_p in a large vocabulary at a high temperature."""
+    logits = torch.randn(30_000, generator=torch.Generator().manual_seed(3))
+    logits[::2] = -math.inf
+    for params in ({}, {"top_p": 0.6}, {"top_k": 20_000}, {"temperature": 1e30}):
+        ids = sample(logits.repeat(20, 1), make_rows(20, **{"temperature": 4.0, **params})).token_ids
+        assert all(token_id % 2 for token_id in ids)
+
+
+def test_greedy_ties_go_to_the_lowest_id():
+    for vocab_size in (3, 100, 5000, 151_936):
+        logits = torch.zeros(3, vocab_size)
+        logits[1, vocab_size // 3 :: 2] = 1.0
+        logits[2, -1] = 1.0
+        sampling = make_batch(*[make_sequence(SamplingParams(temperature=0))] * 3)
+        assert sample(logits, sampling).token_ids == [0, vocab_size // 3, vocab_size - 1]
+
+
+# Penalties, biases, forbidden ids
+
+
+def test_penalties_equal_the_plain_formulas():
+    generator = torch.Generator().manual_seed(4)
+    logits = 3 * torch.randn(5, 30, generator=generator)
+    cases = [
+        ({}, (1, 2, 3), (4, 4, 4)),
+        ({"presence_penalty": 0.5, "frequency_penalty": -0.25}, (1, 2, 3), (4, 4, 5, 3)),
+        ({"repetition_penalty": 1.7}, (1, 1, 2), (9, 9)),
+        ({"logit_bias": {0: 2.5, 29: -100.0}}, (1,), ()),
+        (
+            {
+                "presence_penalty": -2.0,
+                "frequency_penalty": 2.0,
+                "repetition_penalty": 0.6,
+                "logit_bias": {4: 7.0, 5: -7.0},
+                "min_tokens": 4,
+                "stop_token_ids": [4, 11],
+            },
+            (5, 6, 7),
+            (4, 4, 8),
+        ),
+    ]
+    sequences = [make_sequence(SamplingParams(**p), prompt, out) for p, prompt, out in cases]
+    found = logits.clone()
+    sampler._adjust(found, make_batch(*sequences))
+    for row, (chosen, prompt, output) in enumerate(cases):
+        p = SamplingParams(**chosen)
+        for token_id in range(30):
+            value = float(logits[row, token_id]) + (p.logit_bias or {}).get(token_id, 0.0)
+            if len(output) < p.min_tokens and token_id in (EOS, *p.stop_token_ids):
+                value = -math.inf
+            if token_id in prompt + output:
+                value = value / p.repetition_penalty if value > 0 else value * p.repetition_penalty
+            value -= p.frequency_penalty * output.count(token_id)
+            value -= p.presence_penalty * (token_id in output)
+            assert float(found[row, token_id]) == pytest.approx(value, rel=1e-5, abs=1e-5)
+
+
+def test_min_tokens_forbids_every_end_until_then():
+    logits = torch.zeros(1, 10)
+    logits[0, EOS], logits[0, 7], logits[0, 5] = 9.0, 8.0, 7.0
+
+    def pick(num_output: int, **params: object) -> int:
+        p = SamplingParams(temperature=0, min_tokens=2, stop_token_ids=[7], **params)
+        seq = make_sequence(p, (1,), (3,) * num_output)
+        return sample(logits.clone(), make_batch(seq)).token_ids[0]
+
+    assert [pick(n) for n in (0, 1, 2, 3)] == [5, 5, EOS, EOS]
+    assert pick(0, ignore_eos=True) == EOS, "an end that is ignored need not be forbidden"
+    assert pick(0, logit_bias={EOS: 100.0}) == 5
+
+
+# Log probabilities
+
+
+def test_logprobs_are_raw():
+    logits = torch.randn(2, 50, generator=torch.Generator().manual_seed(5))
+    chosen = {"temperature": 0.3, "top_k": 2, "presence_penalty": 1.0, "logit_bias": {3: 50.0}}
+    sequences = [
+        make_sequence(SamplingParams(logprobs=3, **chosen), (1,), (3, 4)),
+        make_sequence(SamplingParams(temperature=0)),
+    ]
+    ids, logprobs = sample(logits.clone(), make_batch(*sequences))
+    expected = logits.double().log_softmax(-1)
+    assert ids[0] == 3, "the bias decides, and is not seen below"
+    assert logprobs[1] is None
+    for token_id, found in logprobs[0].items():
+        assert found.logprob == pytest.approx(float(expected[0, token_id]), abs=1e-5)
+        assert found.rank == int((expected[0] > expected[0, token_id]).sum()) + 1
+    assert set(logprobs[0]) == {3, *expected[0].topk(3).indices.tolist()}
+
+
+def test_top_logprobs_counts_and_ranks():
+    logprobs = torch.tensor([[0.1, 0.4, 0.2, 0.3]]).log().repeat(4, 1)
+    found = top_logprobs(logprobs, [0, 0, 1, 2], [0, 2, 1, -1])
+    ranks = [{token_id: value.rank for token_id, value in row.items()} for row in found]
+    assert ranks == [{0: 4}, {0: 4, 1: 1, 3: 2}, {1: 1}, {0: 4, 1: 1, 2: 3, 3: 2}]
+    assert next(iter(found[3])) == 2, "the sampled one comes first"
+    assert found[1][3].logprob == pytest.approx(math.log(0.3))
+    assert [len(row) for row in top_logprobs(logprobs, [0] * 4, [9, 4, 3, 2])] == [4, 4, 4, 3]
+
+
+def test_ties_in_top_logprobs():
+    logprobs = torch.tensor([[0.1, 0.3, 0.3, 0.3]]).log()
+    for k in (1, 2, 3):
+        found = top_logprobs(logprobs, [0], [k])[0]
+        assert set(found) - {0} <= {1, 2, 3}
+        assert len(found) == k + 1
+        assert found[0].rank == 4
+        assert sorted(value.rank for i, value in found.items() if i) == list(range(1, k + 1))
+    for token_id in (1, 2, 3):
+        assert top_logprobs(logprobs, [token_id], [0])[0][token_id].rank == 1
