@@ -1,7 +1,7 @@
 """A first look at nanoinfer: one story as it is written, two questions answered together.
 
-    python example.py            # a small demo model; downloads 93 MB once
-    python example.py MODEL      # a folder, a GGUF file or a hub id such as Qwen/Qwen3-0.6B
+python example.py            # a small demo model; downloads 93 MB once
+python example.py MODEL      # a folder, a GGUF file or a hub id such as Qwen/Qwen3-0.6B
 """
 
 import sys
@@ -10,7 +10,7 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.demo import demo_model
 
 STORY = "Once upon a time"
-QUESTIONS = ["What is the capital of France?", "Why do we sleep at night?"]
+QUESTIONS = ["What is the capital of France?", "Which animal says meow?"]
 
 
 def main() -> None:
@@ -30,10 +30,9 @@ def main() -> None:
             print(f"\nQ: {question}\nA: {answer.outputs[0].text.strip()}")
 
         stats = llm.stats()
-        used = stats.total_blocks - stats.free_blocks
         print(
-            f"\n{stats.steps} steps, {used} of {stats.total_blocks} cache blocks in use, "
-            f"{stats.prefix_hit_tokens} prompt tokens reused, {stats.kernels} kernels"
+            f"\n{stats.steps} steps on {stats.kernels} kernels, {stats.prefix_hit_tokens} prompt "
+            f"tokens reused, {stats.preemptions} preemptions"
         )
 
 

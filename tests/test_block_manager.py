@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from nanoinfer.block_manager import ROOT, BlockContent, BlockManager, _hash_block
-from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.request import Request
+from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.sequence import Sequence
 
 BLOCK_SIZE = 2

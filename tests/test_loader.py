@@ -1,4 +1,4 @@
-"""nanoinfer/loader.py: what the folder holds is what the model gets, or an error that says why not."""
+"""nanoinfer/loader.py: the model gets what the folder holds, or an error that says why not."""
 
 import json
 import os

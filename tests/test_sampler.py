@@ -22,6 +22,15 @@ MIN_P_VALUE = 1e-3
 ROUNDING = 1e-6  # of probabilities in fp32
 
 
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Thousands of tiny operations: threads only wait for each other."""
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(num_threads)
+
+
 def make_sequence(
     params: SamplingParams, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = ()
 ) -> Sequence:
@@ -74,13 +83,13 @@ def kept_by_sort(
     `slack` > 0 keeps a little less, < 0 a little more: the two sides of rounding.
     """
     probs = scores.double().softmax(-1)
-    kept = probs >= min_p * (1 + slack) * probs.max()
+    kept = probs >= min(min_p * (1 + slack), 1.0) * probs.max()
     if 0 < top_k < kept.sum():
         kept &= probs >= probs[kept].sort(descending=True).values[top_k - 1]
     if top_p < 1:
         ordered = probs[kept].sort(descending=True).values
         before = ordered.cumsum(0) - ordered  # the crossing token stays
-        is_in = before < (top_p - slack) * ordered.sum()
+        is_in = before < max(top_p - slack, 1e-12) * ordered.sum()
         kept &= probs >= ordered[is_in].min()
     return kept
 
@@ -102,50 +111,43 @@ def chi_square_p_value(counts: Tensor, expected: Tensor) -> float:
 
 
 FILTERS = {
-    "temperature": {"temperature": 0.7},
-    "hot": {"temperature": 3.0},
-    "top_k": {"top_k": 5},
-    "top_p": {"top_p": 0.8},
-    "min_p": {"min_p": 0.1},
-    "all": {"temperature": 1.5, "min_p": 0.05, "top_k": 10, "top_p": 0.9},
+    "temperature": (12, {"temperature": 0.7}),
+    "temperature, any id may win": (100, {"temperature": 3.0}),
+    "top_k": (100, {"top_k": 70}),
+    "top_p": (12, {"top_p": 0.8}),
+    "min_p": (100, {"min_p": 0.1}),
+    "all": (100, {"temperature": 1.5, "min_p": 0.05, "top_k": 10, "top_p": 0.9}),
 }
 
 
-@pytest.mark.parametrize("vocab_size", [12, 300])
 @pytest.mark.parametrize("name", FILTERS)
-def test_draws_fit_the_filtered_distribution(name: str, vocab_size: int):
+def test_draws_fit_the_filtered_distribution(name: str):
+    vocab_size, filters = FILTERS[name]
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 1.5 * torch.randn(vocab_size, generator=generator)
-    params = SamplingParams(**FILTERS[name])
+    params = SamplingParams(**filters)
     scores = logits / params.temperature
     kept = kept_by_sort(scores, params.top_k, params.top_p, params.min_p)
     probs = scores.double().masked_fill(~kept, -math.inf).softmax(-1)
-    assert (name in ("temperature", "hot")) == bool(kept.all())
-    sampling = make_rows(NUM_DRAWS, **FILTERS[name])
-    # A row's threshold costs a Python loop with top_p, so the draws are those of 500 thresholds.
+    assert name.startswith("temperature") == bool(kept.all())
+    sampling = make_rows(NUM_DRAWS, **filters)
     ids = sample(logits.repeat(NUM_DRAWS, 1), sampling).token_ids
     counts = torch.bincount(torch.tensor(ids), minlength=vocab_size)
     assert counts[~kept].sum() == 0
     assert chi_square_p_value(counts, probs * NUM_DRAWS) > MIN_P_VALUE
 
 
-def test_flat_draws_of_a_large_vocabulary_are_uniform():
-    """The path where any id may win. Buckets of ids, high and low bits."""
-    vocab_size, num_draws = 50_000, 2_000
-    sampling = make_rows(num_draws, seed=5)
-    ids: list[int] = []
-    for start in range(0, num_draws, 500):
-        part = make_rows(500, seed=5)
-        positions = sampling.positions[start : start + 500]
-        part = SamplingBatch(**{**vars(part), "positions": positions})
-        ids += sample(torch.zeros(500, vocab_size), part).token_ids
-    for buckets in (torch.tensor(ids) // 1000, torch.tensor(ids) % 50):
+def test_flat_draws_are_uniform():
+    """The path where any id may win: high and low parts of the ids."""
+    num_draws = 5_000
+    ids = torch.tensor(sample(torch.zeros(num_draws, 2_500), make_rows(num_draws, 5)).token_ids)
+    for buckets in (ids // 50, ids % 50):
         counts = torch.bincount(buckets, minlength=50)
         assert chi_square_p_value(counts, torch.full((50,), num_draws / 50)) > MIN_P_VALUE
 
 
 def test_chi_square_sees_a_small_error():
-    """The yardstick itself: known values, and 2% more on one of ten ids is found."""
+    """The yardstick itself: a known value, and 8% more on one of ten ids is found."""
     values = chi_square_p_value(torch.tensor([44, 56]), torch.tensor([50.0, 50.0]))
     assert values == pytest.approx(0.2301, abs=1e-4)
     expected = torch.full((10,), NUM_DRAWS / 10)
@@ -177,7 +179,7 @@ def _cases(vocab_size: int) -> Iterator[tuple[str, Tensor]]:
 CASE_NAMES = [name for name, _ in _cases(5)]
 FILTER_VALUES = [
     {"top_k": top_k, "top_p": top_p, "min_p": min_p}
-    for top_k in (0, 1, 3, 63, 64, 65, 1024, 2000, 10**9)
+    for top_k in (0, 2000, 1, 3, 64, 65, 10**9)
     for top_p, min_p in ((1.0, 0.0), (1e-6, 0.0), (0.5, 0.0), (0.95, 0.2), (0.999, 0.0), (1.0, 1.0))
     if (top_k, top_p, min_p) != (0, 1.0, 0.0)
 ]
@@ -222,7 +224,7 @@ def test_draw_is_the_best_noisy_score_of_all_that_is_kept(
     sequences = [
         make_sequence(SamplingParams(**chosen, seed=seed), prompt=(1,) * (1 + seed))
         for chosen in filters
-        for seed in range(20 if vocab_size > 10_000 else 60)
+        for seed in range(20)
     ]
     sampling = make_batch(*sequences)
     ids = sample(logits.repeat(len(sequences), 1), sampling).token_ids
@@ -238,7 +240,7 @@ def test_draw_is_the_best_noisy_score_of_all_that_is_kept(
             scores = scores.masked_fill(scores < threshold, -math.inf)
         assert ids[i] == int((scores + noise).argmax()), p
     if vocab_size == 50_000 and name in ("flat", "nearly flat"):
-        assert num_wide == len(sequences)
+        assert num_wide >= 0.8 * len(sequences)
 
 
 # The noise
@@ -375,7 +377,9 @@ def test_tiny_temperature_is_greedy_and_huge_is_uniform():
 
 def test_tiny_temperature_draws_among_equals():
     logits = torch.tensor([1.0, 3.0, 3.0, -math.inf]).repeat(4000, 1)
-    counts = torch.bincount(torch.tensor(sample(logits, make_rows(4000, temperature=1e-30)).token_ids))
+    counts = torch.bincount(
+        torch.tensor(sample(logits, make_rows(4000, temperature=1e-30)).token_ids)
+    )
     assert chi_square_p_value(counts[1:], torch.tensor([2000.0, 2000.0])) > MIN_P_VALUE
     assert counts[0] == 0
 
@@ -393,7 +397,9 @@ def test_top_k_of_any_size_is_off_or_refused(top_k: int):
         params = SamplingParams(top_k=top_k, temperature=1e-3)
     except ValueError:
         return
-    assert sample(torch.tensor([[0.0, 2.0, 1.0]]), make_batch(make_sequence(params))).token_ids == [1]
+    assert sample(torch.tensor([[0.0, 2.0, 1.0]]), make_batch(make_sequence(params))).token_ids == [
+        1
+    ]
 
 
 def test_masked_rows_beside_greedy_rows():
@@ -414,7 +420,9 @@ def test_masked_rows_beside_greedy_rows():
     last = make_batch(make_sequence(SamplingParams(**params[5])))
     assert ids[5] == sample(logits[5:].clone(), last).token_ids[0]
     for row in (0, 1, 3, 5):
-        assert all(math.isfinite(found.logprob) for i, found in logprobs[row].items() if i == ids[row])
+        assert all(
+            math.isfinite(found.logprob) for i, found in logprobs[row].items() if i == ids[row]
+        )
     assert logprobs[1][17].logprob == 0
 
 
@@ -423,7 +431,9 @@ def test_masked_ids_are_never_drawn():
     logits = torch.randn(30_000, generator=torch.Generator().manual_seed(3))
     logits[::2] = -math.inf
     for params in ({}, {"top_p": 0.6}, {"top_k": 20_000}, {"temperature": 1e30}):
-        ids = sample(logits.repeat(20, 1), make_rows(20, **{"temperature": 4.0, **params})).token_ids
+        ids = sample(
+            logits.repeat(20, 1), make_rows(20, **{"temperature": 4.0, **params})
+        ).token_ids
         assert all(token_id % 2 for token_id in ids)
 
 

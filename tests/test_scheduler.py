@@ -212,7 +212,7 @@ def test_request_waits_for_the_block_that_another_computes():
     add(scheduler, "c", [*prompt[:4], 98])
     add(scheduler, "d", prompt[:3])
     assert run_step(scheduler) == [("a", 0, 10, True), ("d", 0, 3, True)]
-    assert list(scheduler.waiting)[0] is b
+    assert next(iter(scheduler.waiting)) is b
     assert run_step(scheduler) == [
         ("a", 10, 1, True),
         ("d", 3, 1, True),

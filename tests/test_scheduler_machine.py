@@ -26,9 +26,9 @@ from hypothesis.stateful import (
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockContent, BlockManager
 from nanoinfer.outputs import Logprob
+from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import SampledTokens, ScheduledSequence, Scheduler
-from nanoinfer.request import Request
 from nanoinfer.sequence import Sequence
 
 MAX_MODEL_LEN = 24
@@ -286,8 +286,9 @@ def test_invariants_hold_under_random_operations(
     hash_block: Callable[[BlockContent], int] | None,
 ):
     class Machine(SchedulerMachine):
-        counts = Counter()
+        pass
 
+    Machine.counts = Counter()
     Machine.hash_block = staticmethod(hash_block) if hash_block else None
     run_state_machine_as_test(
         Machine,

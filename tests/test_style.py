@@ -102,9 +102,8 @@ def parse(text: str) -> Source:
     tree = ast.parse(text)
     lone_strings = set()  # docstrings, of attributes too
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
-            if isinstance(node.value.value, str):
-                lone_strings.update(range(node.lineno, (node.end_lineno or 0) + 1))
+        if isinstance(node, ast.Expr) and isinstance(getattr(node.value, "value", None), str):
+            lone_strings.update(range(node.lineno, (node.end_lineno or 0) + 1))
     layout = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT}
     tokens: dict[int, int] = {}
     depth = 0  # inside an f-string, which Python 3.12 began to split into tokens
@@ -189,12 +188,32 @@ def environment_reads(tree: ast.Module) -> list[str]:
     return found
 
 
+EXAMPLE = '''"""Doc
+
+string."""
+
+x = (  # why
+    1,
+)
+
+
+def f():
+    """Doc."""
+    # no
+    return f"""{x}
+    {x}"""
+
+
+class A:
+    """Doc."""
+
+    b: int = 1
+    """It."""
+'''
+
+
 def test_counting():
-    text = (
-        '"""Doc\n\nstring."""\n\nx = (  # why\n    1,\n)\n\n\ndef f():\n    """Doc."""\n    # no\n'
-    )
-    text += '    return f"""{x}\n    {x}"""\n\n\nclass A:\n    """Doc."""\n\n    b: int = 1\n    """It."""\n'
-    found = parse(text)
+    found = parse(EXAMPLE)
     assert found.tokens == {5: 3, 6: 2, 7: 1, 10: 5, 13: 2, 14: 0, 17: 3, 20: 5}
     assert found.count(functions(found.tree)[0]) == 3
     assert (

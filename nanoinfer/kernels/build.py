@@ -142,10 +142,10 @@ def _run(command: list[str]) -> str:
 
 @functools.cache
 def _shares_torch_threads(library: ctypes.CDLL) -> bool:
-    """Set torch's number of threads to two values and see whether our OpenMP follows."""
+    """Set torch's number of threads to another value and see whether our OpenMP follows."""
     before = torch.get_num_threads()
     try:
-        for count in (before + 1, before):
+        for count in (max(1, before - 1), before):
             torch.set_num_threads(count)
             if library.nanoinfer_omp_max_threads() != count:
                 return False

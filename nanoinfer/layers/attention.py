@@ -8,13 +8,17 @@ tokens", causal inside each sequence. Keys are found through the block table:
     cache block 7: t0 t1    block 3: t2 t3    block 9: t4 --
 """
 
+import math
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels
+
+_CACHE_LINE = 64
 
 
 class KVCache(NamedTuple):
@@ -36,10 +40,19 @@ class KVCacheSpec(NamedTuple):
         return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
-        """Zeros: an unwritten slot must hold finite numbers (and costs no memory until touched)."""
+        """Zeros: what an unwritten slot holds must be finite."""
         shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
-        k, v = (torch.zeros(shape, dtype=self.dtype, device=device) for _ in range(2))
-        return KVCache(k, v)
+        return KVCache(*(_zeros(shape, self.dtype, device) for _ in range(2)))
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Like torch.zeros; but on a CPU a page takes no memory (nor time) until it is written."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    num_bytes = math.prod(shape) * dtype.itemsize
+    memory = np.zeros(num_bytes + _CACHE_LINE, dtype=np.uint8)  # calloc
+    start = -memory.ctypes.data % _CACHE_LINE
+    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
 
 
 class Attention(nn.Module):
