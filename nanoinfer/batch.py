@@ -15,7 +15,7 @@ Sequence; ids and slots are int64, tables and lengths int32.
 T tokens in the step, S sequences, R sampled rows, M blocks in the longest table.
 """
 
-from collections.abc import Sequence as Seq
+import functools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -77,8 +77,6 @@ class Batch:
     logits_indices: Tensor  # [R] int64
     sampled_entries: list[int]  # [R] which scheduled sequence a sampled row belongs to
     num_entries: int
-    max_q_len: int
-    max_seq_len: int
     sampling: SamplingBatch | None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
@@ -98,10 +96,7 @@ class Batch:
             where = np.arange(start, stop)
             slots.append(tables[i, where // block_size] * np.int64(block_size) + where % block_size)
         sampled = [i for i, entry in enumerate(step) if entry.is_sampling]
-
-        def upload(array: np.ndarray | list, dtype: type) -> Tensor:
-            return torch.from_numpy(np.asarray(array, dtype)).to(device)
-
+        upload = functools.partial(_upload, device=device)
         return Batch(
             input_ids=upload(input_ids, np.int64),
             positions=upload(np.concatenate(positions, axis=-1), np.int64),
@@ -112,8 +107,6 @@ class Batch:
             logits_indices=upload(cu_seqlens_q[1:][sampled] - 1, np.int64),
             sampled_entries=sampled,
             num_entries=len(step),
-            max_q_len=int(q_lens.max()),
-            max_seq_len=int(seq_lens.max()),
             sampling=_build_sampling([step[i].seq for i in sampled], device) if sampled else None,
             prompt_logprobs=_find_prompt_logprobs(step, cu_seqlens_q),
         )
@@ -134,29 +127,25 @@ class Batch:
             logits_indices=zeros[:1],
             sampled_entries=[],
             num_entries=1,
-            max_q_len=num_tokens,
-            max_seq_len=num_tokens,
             sampling=None,
         )
 
 
+def _upload(values: np.ndarray | list, dtype: type, device: torch.device) -> Tensor:
+    return torch.from_numpy(np.asarray(values, dtype)).to(device)
+
+
 def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch:
     params = [seq.params for seq in seqs]
-
-    def upload(values: Seq[float], dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(device)
+    upload = functools.partial(_upload, device=device)
 
     def entries(parts: list[tuple[int, np.ndarray, np.ndarray]]) -> Entries | None:
         if not parts:
             return None
-        rows = np.repeat([row for row, *_ in parts], [len(ids) for _, ids, _ in parts])
-        ids = np.concatenate([ids for _, ids, _ in parts])
-        values = np.concatenate([values for *_, values in parts])
-        return Entries(
-            torch.from_numpy(rows.astype(np.int64)).to(device),
-            torch.from_numpy(ids.astype(np.int64)).to(device),
-            torch.from_numpy(values.astype(np.float32)).to(device),
-        )
+        rows, ids, values = zip(*parts, strict=True)
+        rows = np.repeat(rows, [len(part) for part in ids])
+        ids, values = np.concatenate(ids), np.concatenate(values)
+        return Entries(upload(rows, np.int64), upload(ids, np.int64), upload(values, np.float32))
 
     added, repetition, penalties = [], [], []
     for row, seq in enumerate(seqs):
@@ -174,12 +163,12 @@ def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch
             ids, counts = np.unique(np.array(seq.output_token_ids, np.int64), return_counts=True)
             penalties.append((row, ids, -p.presence_penalty - p.frequency_penalty * counts))
     return SamplingBatch(
-        temperatures=upload([p.temperature for p in params]),
-        top_k=upload([max(p.top_k, 0) for p in params], torch.int64),
-        top_p=upload([p.top_p for p in params]),
-        min_p=upload([p.min_p for p in params]),
-        seeds=upload([seq.seed for seq in seqs], torch.int64),
-        positions=upload([len(seq) for seq in seqs], torch.int64),
+        temperatures=upload([p.temperature for p in params], np.float32),
+        top_k=upload([max(p.top_k, 0) for p in params], np.int64),
+        top_p=upload([p.top_p for p in params], np.float32),
+        min_p=upload([p.min_p for p in params], np.float32),
+        seeds=upload([seq.seed for seq in seqs], np.int64),
+        positions=upload([len(seq) for seq in seqs], np.int64),
         added=entries(added),
         repetition=entries(repetition),
         penalties=entries(penalties),

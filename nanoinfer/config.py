@@ -89,10 +89,8 @@ class EngineConfig:
                 f"gpu_memory_utilization: got {self.gpu_memory_utilization}, need a value in (0, 1]"
             )
         if self.tensor_parallel_size != 1:
-            raise ValueError(
-                f"tensor_parallel_size: got {self.tensor_parallel_size}, need 1; "
-                "several ranks are not supported yet"
-            )
+            got = self.tensor_parallel_size
+            raise ValueError(f"tensor_parallel_size: got {got}, need 1 (one rank only, for now)")
 
     @property
     def torch_device(self) -> torch.device:

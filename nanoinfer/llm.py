@@ -41,7 +41,6 @@ from nanoinfer.tokenizer import (
     as_prompt_list,
     check_prompt,
     check_vocabulary,
-    unwrap_prompt,
 )
 
 logger = logging.getLogger("nanoinfer")
@@ -56,21 +55,15 @@ class LLMEngine:
         self.model_config = ModelConfig.from_hf(folder)
         tokenizer_folder = find_checkpoint(config.tokenizer) if config.tokenizer else folder
         self.tokenizer = Tokenizer(tokenizer_folder, skip=skip_tokenizer_init)
-        self._generation_config = load_generation_config(folder)
+        self.generation_config = load_generation_config(folder)
         self._eos_token_ids = self._find_eos_token_ids()
         self._runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
         self.kernels = self._runner.kernels.name
         self.max_model_len = self._runner.max_model_len
-        self.scheduler = Scheduler(
-            functools.partial(
-                BlockManager,
-                self._runner.num_kv_blocks,
-                config.block_size,
-                config.enable_prefix_caching,
-            ),
-            config.max_num_seqs,
-            config.max_num_batched_tokens,
-        )
+        pool = (self._runner.num_kv_blocks, config.block_size, config.enable_prefix_caching)
+        make_blocks = functools.partial(BlockManager, *pool)
+        budget = (config.max_num_seqs, config.max_num_batched_tokens)
+        self.scheduler = Scheduler(make_blocks, *budget)
         self._requests: dict[str, Request] = {}
         self._counter = itertools.count()
         self._num_steps = 0
@@ -79,9 +72,7 @@ class LLMEngine:
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Check a prompt and its parameters; nothing is queued. ValueError says what is wrong."""
         params = params.clone()
-        text, ids = unwrap_prompt(prompt)
-        if ids is None:
-            ids = self.tokenizer.encode(str(text))
+        text, ids = self.tokenizer.encode_prompt(prompt)
         ids = check_prompt(ids, self.model_config.vocab_size, self.max_model_len)
         named = [*params.stop_token_ids, *(params.logit_bias or ())]
         check_vocabulary("sampling_params", named, self.model_config.vocab_size)
@@ -165,12 +156,6 @@ class LLMEngine:
                 self.abort(request_id)
             self._runner = None
 
-    def default_sampling_params(self) -> SamplingParams:
-        """What is used when no sampling_params are given: the checkpoint's generation_config."""
-        if self.config.generation_config == "ignore":
-            return SamplingParams()
-        return SamplingParams.from_generation_config(self._generation_config)
-
     def _note_progress(self, request: Request) -> None:
         """Note the times of first token and end; forget a request that is done."""
         metrics = request.metrics
@@ -183,7 +168,7 @@ class LLMEngine:
     def _find_eos_token_ids(self) -> frozenset[int]:
         """Union of what config.json, generation_config.json and the tokenizer call the end."""
         ids = set(self.model_config.eos_token_ids)
-        ids.update(as_list(self._generation_config.get("eos_token_id")))
+        ids.update(as_list(self.generation_config.get("eos_token_id")))
         ids.update(as_list(self.tokenizer.eos_token_id))
         return frozenset(ids)
 
@@ -226,7 +211,11 @@ class LLM:
         return self.engine.tokenizer.require("get_tokenizer")
 
     def get_default_sampling_params(self) -> SamplingParams:
-        return self.engine.default_sampling_params()
+        """What is used when none are given: the checkpoint's generation_config."""
+        is_used = self.engine.config.generation_config != "ignore"
+        return SamplingParams.from_generation_config(
+            self.engine.generation_config if is_used else {}
+        )
 
     def generate(
         self,
@@ -291,7 +280,7 @@ class LLM:
     ) -> list[Request]:
         each = as_prompt_list(prompts)
         if sampling_params is None:
-            sampling_params = self.engine.default_sampling_params()
+            sampling_params = self.get_default_sampling_params()
             logger.info("sampling_params from generation_config: %s", sampling_params)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(each)

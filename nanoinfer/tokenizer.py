@@ -50,9 +50,13 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._hf.eos_token_id if self._hf is not None else None
 
-    def encode(self, text: str) -> list[int]:
-        """Token ids of a plain prompt, with the special tokens that the tokenizer adds (BOS)."""
-        return self.require("text prompt").encode(text)
+    def encode_prompt(self, prompt: Prompt) -> tuple[str | None, Any]:
+        """A prompt in any form -> its text if there is one, and its ids, not checked yet.
+
+        Text gets the special tokens that the tokenizer adds (BOS).
+        """
+        text, ids = _unwrap_prompt(prompt)
+        return text, self.require("text prompt").encode(text) if ids is None else ids
 
     def encode_chat(
         self, chat_template: str | None, *, messages: list[dict], **template_kwargs: Any
@@ -88,7 +92,7 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     return [each] if each and isinstance(each[0], int) else each
 
 
-def unwrap_prompt(prompt: Prompt) -> tuple[str | None, Any]:
+def _unwrap_prompt(prompt: Prompt) -> tuple[str | None, Any]:
     """A prompt in any form -> (its text if given, its token ids if given)."""
     if isinstance(prompt, str):
         return prompt, None

@@ -123,7 +123,7 @@ def test_continuation_of_a_warm_answer_equals_transformers(tiny_qwen3, budget, k
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("is_caching", [True, False])
-@pytest.mark.parametrize(("budget", "num_kv_blocks"), [(3, 8), (B + 1, 9), (64, 7), (64, 11)])
+@pytest.mark.parametrize(("budget", "num_kv_blocks"), [(B, 8), (B + 1, 9), (64, 7), (64, 11)])
 def test_preemption_is_invisible(folder, budget, num_kv_blocks, is_caching, kernels):
     """A pool for little more than the longest prompt; twins take turns in losing their blocks."""
     prompts = prompts_of(folder) + prompts_of(folder)[::-1]
@@ -139,6 +139,27 @@ def test_preemption_is_invisible(folder, budget, num_kv_blocks, is_caching, kern
         check_idle(llm)
     assert 0 < llm.stats().preemptions < 2 * len(prompts) * NUM_TOKENS
     assert llm.stats().total_blocks == num_kv_blocks
+
+
+@pytest.mark.parametrize("kernels", KERNELS)
+@pytest.mark.parametrize("is_caching", [True, False])
+@pytest.mark.parametrize("budget", [2, 3, B, 64])
+def test_preemption_amid_long_answers_is_invisible(tiny_qwen3, budget, is_caching, kernels):
+    """Each ends with 4 blocks of a pool of 7: what was generated is computed again, in chunks."""
+    num_tokens = 3 * B - 1
+    prompts = list(good_prompts(tiny_qwen3, [B - 1, B, B + 1], num_tokens).values())
+    llm = make_llm(
+        tiny_qwen3,
+        max_num_batched_tokens=budget,
+        num_kv_blocks=7,
+        enable_prefix_caching=is_caching,
+        kernels=kernels,
+    )
+    outputs = generate(llm, prompts, PARAMS.clone(max_tokens=num_tokens))
+    expected = [hf_greedy(tiny_qwen3, prompt, num_tokens) for prompt in prompts]
+    assert [output.outputs[0].token_ids for output in outputs] == expected
+    assert 0 < llm.stats().preemptions < 3 * num_tokens
+    check_idle(llm)
 
 
 @pytest.mark.parametrize("max_num_seqs", [1, 2, 3, 6, 7, 8])

@@ -149,14 +149,17 @@ def test_preempted_keep_their_order():
 
 
 def test_no_admission_in_a_step_that_preempts():
-    scheduler = make_scheduler(num_blocks=5)
-    _fill(scheduler, "abc")
-    small = add(scheduler, "d", 1)
-    step = scheduler.schedule()
+    scheduler = make_scheduler(num_blocks=4)
+    prompt = list(range(10, 18))
+    add(scheduler, "a", prompt)
+    run_step(scheduler)
+    b = add(scheduler, "b", prompt)  # shares a's first block, computes a copy of the second
+    assert run_step(scheduler) == [("a", 8, 1, True), ("b", 4, 4, True)]
+    # b has no room for a third block. Without its copy there would be, in a's second block.
+    assert run_step(scheduler) == [("a", 9, 1, True)]
     assert scheduler.num_preemptions == 1
-    assert scheduler.block_manager.num_free_blocks == 1, "there is room for it"
-    assert small in scheduler.waiting
-    commit(scheduler, step)
+    assert scheduler.block_manager.can_allocate(len(b), scheduler.block_manager.find_prefix(b))
+    assert run_step(scheduler) == [("a", 10, 1, True), ("b", 8, 1, True)]
 
 
 def test_preempted_goes_on_where_it_was():
@@ -171,24 +174,18 @@ def test_preempted_goes_on_where_it_was():
     assert scheduler.num_prefix_hit_tokens == 4
 
 
-def test_victim_that_is_in_the_step_already_leaves_it_and_its_tokens_are_free():
-    scheduler = make_scheduler(num_blocks=4, budget=5)
-    a = add(scheduler, "a", 4)
-    b = add(scheduler, "b", 1)
+def test_victim_that_is_in_the_step_already_leaves_it_and_its_budget():
+    scheduler = make_scheduler(num_blocks=5, budget=17)
+    for name, num_tokens in (("a", 4), ("b", 4), ("c", 9)):
+        add(scheduler, name, num_tokens)
     step = scheduler.schedule()
-    scheduler.commit(step, [SampledTokens([7] * 9), SampledTokens([7])])
-    # b decodes first, in its block; a's next 4 tokens take the third block, the last one later.
-    assert run_step(scheduler) == [("b", 1, 1, True), ("a", 4, 4, False)]
-    assert run_step(scheduler) == [("b", 2, 1, True), ("a", 8, 4, False)]
-    assert scheduler.block_manager.num_free_blocks == 0
-    step = scheduler.schedule()
-    assert shares(step) == [("a", 12, 1, True)]
+    scheduler.commit(step, [SampledTokens([7] * n) for n in (2, 16, 1)])
+    c = scheduler.running[2]
+    scheduler._max_num_batched_tokens = 5
+    # c decodes and comes first; then a needs its blocks; so b has 3 tokens left, not 2.
+    assert run_step(scheduler) == [("a", 4, 2, True), ("b", 4, 3, False)]
     assert scheduler.num_preemptions == 1
-    assert (b.num_computed, b.block_table) == (0, [])
-    assert sum(entry.num_tokens for entry in step) <= 5
-    commit(scheduler, step)
-    assert b.output_token_ids == [7, 7, 7]
-    assert len(a) == 14
+    assert (c.num_computed, c.block_table, c.output_token_ids) == (0, [], [7])
 
 
 def test_sequence_that_is_the_newest_preempts_itself():
