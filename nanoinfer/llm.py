@@ -55,15 +55,15 @@ class LLMEngine:
         self.model_config = ModelConfig.from_hf(folder)
         tokenizer_folder = find_checkpoint(config.tokenizer) if config.tokenizer else folder
         self.tokenizer = Tokenizer(tokenizer_folder, skip=skip_tokenizer_init)
-        self.generation_config = load_generation_config(folder)
-        self._eos_token_ids = self._find_eos_token_ids()
+        found = load_generation_config(folder)
+        self._eos_token_ids = self._find_eos_token_ids(found)
+        self.generation_config = {} if config.generation_config == "ignore" else found
         self._runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
         self.kernels = self._runner.kernels.name
         self.max_model_len = self._runner.max_model_len
         pool = (self._runner.num_kv_blocks, config.block_size, config.enable_prefix_caching)
         make_blocks = functools.partial(BlockManager, *pool)
-        budget = (config.max_num_seqs, config.max_num_batched_tokens)
-        self.scheduler = Scheduler(make_blocks, *budget)
+        self.scheduler = Scheduler(make_blocks, config.max_num_seqs, config.max_num_batched_tokens)
         self._requests: dict[str, Request] = {}
         self._counter = itertools.count()
         self._num_steps = 0
@@ -165,10 +165,10 @@ class LLMEngine:
             metrics.finished_time = time.time()
             self._requests.pop(request.request_id, None)
 
-    def _find_eos_token_ids(self) -> frozenset[int]:
+    def _find_eos_token_ids(self, generation_config: dict) -> frozenset[int]:
         """Union of what config.json, generation_config.json and the tokenizer call the end."""
         ids = set(self.model_config.eos_token_ids)
-        ids.update(as_list(self.generation_config.get("eos_token_id")))
+        ids.update(as_list(generation_config.get("eos_token_id")))
         ids.update(as_list(self.tokenizer.eos_token_id))
         return frozenset(ids)
 
@@ -212,10 +212,7 @@ class LLM:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What is used when none are given: the checkpoint's generation_config."""
-        is_used = self.engine.config.generation_config != "ignore"
-        return SamplingParams.from_generation_config(
-            self.engine.generation_config if is_used else {}
-        )
+        return SamplingParams.from_generation_config(self.engine.generation_config)
 
     def generate(
         self,

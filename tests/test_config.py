@@ -364,7 +364,7 @@ COUNTS = (0, -1, 1.0, "1", True)
 FLAGS = (None, "yes", 2)
 BAD_VALUES: dict[str, tuple] = {
     "model": ("", None, 3),
-    "tokenizer": ("", 3),
+    "tokenizer": (3,),
     "dtype": ("int8", "fp32", None, torch.float32),
     "device": ("tpu", "", "cpuu", None, "cpu:x", "cuda:x"),
     "max_model_len": COUNTS,
@@ -434,6 +434,18 @@ def test_choices_are_frozen_and_keyword_only():
         LLM("m", max_len=3)
     with pytest.raises(ValueError, match="trust_remote_code: got True"):
         LLM("m", trust_remote_code=True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
+def test_cuda_without_cuda_is_a_value_error(tiny_qwen3):
+    with pytest.raises(ValueError, match="device: got 'cuda'.*cpu"):
+        LLM(tiny_qwen3, device="cuda")
+
+
+def test_any_integer_is_a_seed(tiny_qwen3):
+    for seed in (-1, 0, 2**64):
+        with LLM(tiny_qwen3, seed=seed, num_kv_blocks=4, device="cpu") as llm:
+            assert llm.generate([5], use_tqdm=False)[0].finished
 
 
 def test_device_and_compile_are_derived():

@@ -393,19 +393,47 @@ def compare_compiled_with_eager(folder: Path) -> None:
         assert ours.cumulative_logprob == pytest.approx(eager.cumulative_logprob, abs=1e-4)
 
 
-@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen2", "tiny-llama"])
-def test_traced_engine_equals_eager(tiny, name, monkeypatch):
-    """Each op is one graph that serves all shapes; what a backend makes of it: the test below."""
-    num_traced = []
+@pytest.fixture
+def traced(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """torch.compile only traces, which takes seconds, not minutes; the graphs made so far."""
+    graphs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, inputs: list) -> Callable:
-        num_traced.append(1)
+        graphs.append(str(graph.graph))
         return graph.forward
 
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    return graphs
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tiny-qwen3",
+        pytest.param("tiny-qwen2", marks=pytest.mark.slow),
+        pytest.param("tiny-llama", marks=pytest.mark.slow),
+    ],
+)
+def test_traced_engine_equals_eager(tiny, name, traced):
+    """A few graphs serve all steps; what inductor makes of them: the test below."""
     compare_compiled_with_eager(tiny(name))
-    print("TRACED", len(num_traced))  # noqa
-    assert 4 <= len(num_traced) <= MAX_GRAPHS
+    assert 4 <= len(traced) <= MAX_GRAPHS
+
+
+def test_compiled_kernels_serve_many_engines(traced):
+    """Engines of several dtypes and numbers of heads, one after the other, in one process."""
+    torch._dynamo.reset()
+    for dtype in DTYPES:
+        for num_kv_heads in (2, 1):  # 1 is a special case to torch.compile, as is one token
+            kernels = select_kernels(CPU, "ref", True)
+            for T in (1, 3, 33):
+                qkv = random(T, 128 + 64 * num_kv_heads, dtype=dtype)
+                q, k, _ = qkv.split((128, 32 * num_kv_heads, 32 * num_kv_heads), dim=-1)
+                for x in (qkv, q.unflatten(-1, (-1, 32)), k.unflatten(-1, (-1, 32))):
+                    weight = random(x.shape[-1], dtype=dtype)
+                    with torch.inference_mode():
+                        found = kernels.rms_norm(x, weight, 1e-6)
+                    assert torch.equal(found, rms_norm_ref(x, weight, 1e-6))
 
 
 @pytest.mark.slow  # a minute, where inductor's cache is empty
