@@ -51,7 +51,6 @@ class SamplingBatch:
     repetition: Entries | None  # factors over prompt and output
     penalties: Entries | None  # presence and frequency, over the output
     num_logprobs: list[int | None]
-    has_random: bool
     has_filters: bool
 
 
@@ -173,7 +172,6 @@ def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch
         repetition=entries(repetition),
         penalties=entries(penalties),
         num_logprobs=[p.logprobs for p in params],
-        has_random=any(not p.is_greedy for p in params),
         has_filters=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
     )
 

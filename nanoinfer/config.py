@@ -12,6 +12,7 @@ refused by name, from one table at the end of this file.
 import argparse
 import dataclasses
 import json
+import re
 import types
 import typing
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from typing import Any, Literal
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+_DEVICE = r"auto|cpu|cuda(:\d+)?"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,31 +68,10 @@ class EngineConfig:
     """Ranks. Only 1 for now."""
 
     def __post_init__(self) -> None:
-        for name in ("max_model_len", "max_num_seqs", "max_num_batched_tokens", "block_size",
-                     "num_kv_blocks", "kv_cache_memory"):  # fmt: skip
+        for name, (need, is_good) in _CHOICES.items():
             value = getattr(self, name)
-            optional = EngineConfig.__dataclass_fields__[name].default is None
-            if value is None and optional:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ValueError(f"{name}: got {value!r}, need an integer >= 1")
-        choices: dict[str, tuple] = {
-            "dtype": ("auto", *DTYPES),
-            "kernels": ("auto", "ref"),
-            "generation_config": ("auto", "ignore"),
-        }
-        for name, allowed in choices.items():
-            if getattr(self, name) not in allowed:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}, need one of {allowed}")
-        if self.device.split(":")[0] not in ("auto", "cpu", "cuda"):
-            raise ValueError(f"device: got {self.device!r}, need auto, cpu or cuda")
-        if not 0 < self.gpu_memory_utilization <= 1:
-            raise ValueError(
-                f"gpu_memory_utilization: got {self.gpu_memory_utilization}, need a value in (0, 1]"
-            )
-        if self.tensor_parallel_size != 1:
-            got = self.tensor_parallel_size
-            raise ValueError(f"tensor_parallel_size: got {got}, need 1 (one rank only, for now)")
+            if not is_good(value):
+                raise ValueError(f"{name}: got {value!r}, need {need}")
 
     @property
     def torch_device(self) -> torch.device:
@@ -121,6 +102,43 @@ class EngineConfig:
                 options["type"] = kind
             parser.add_argument(flag, **options)
         return parser
+
+
+def _one_of(*allowed: str) -> tuple[str, Callable[[Any], bool]]:
+    return f"one of {', '.join(allowed)}", lambda v: isinstance(v, str) and v in allowed
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_share(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value <= 1
+
+
+_COUNT = ("an integer >= 1", _is_count)
+_MAYBE_COUNT = ("None or an integer >= 1", lambda v: v is None or _is_count(v))
+_FLAG = ("True or False", lambda v: isinstance(v, bool))
+_CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "model": ("a folder, a .gguf file or a hub id", lambda v: isinstance(v, str) and v != ""),
+    "tokenizer": ("None, a folder or a hub id", lambda v: v is None or isinstance(v, str)),
+    "dtype": _one_of("auto", *DTYPES),
+    "device": ("auto, cpu, cuda or cuda:N", lambda v: bool(re.fullmatch(_DEVICE, str(v)))),
+    "max_model_len": _MAYBE_COUNT,
+    "max_num_seqs": _COUNT,
+    "max_num_batched_tokens": _COUNT,
+    "block_size": _COUNT,
+    "num_kv_blocks": _MAYBE_COUNT,
+    "kv_cache_memory": _MAYBE_COUNT,
+    "gpu_memory_utilization": ("a number in (0, 1]", _is_share),
+    "enable_prefix_caching": _FLAG,
+    "enforce_eager": _FLAG,
+    "compile": ("None, True or False", lambda v: v is None or isinstance(v, bool)),
+    "kernels": _one_of("auto", "ref"),
+    "generation_config": _one_of("auto", "ignore"),
+    "seed": ("an integer", lambda v: isinstance(v, int)),
+    "tensor_parallel_size": ("1 (one rank only, for now)", lambda v: v == 1),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,14 +208,17 @@ class ModelConfig:
         path = folder / "config.json"
         if not path.is_file():
             raise ValueError(f"{path}: not found; need a folder with config.json and safetensors")
-        _check_supported(json.loads(path.read_text()), path)
+        _check_supported(_read_json(path), path)
         from transformers import AutoConfig  # a second to import: only once the file is known good
 
-        hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+        try:
+            hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+            head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+            rope = RopeConfig.from_hf(hf, head_dim)
+        except Exception as error:  # transformers raises many kinds
+            raise ValueError(f"{path}: not a usable config: {error}") from error
         _check_supported(hf.to_dict(), path)
         architecture = hf.architectures[0]
-        head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-        rope = RopeConfig.from_hf(hf, head_dim)
         longest = hf.max_position_embeddings
         if rope.kind == "yarn":
             longest = int(rope.original_max_position * rope.factor)
@@ -226,60 +247,42 @@ class ModelConfig:
 def load_generation_config(folder: Path) -> dict[str, Any]:
     """generation_config.json as a dict; {} when there is none."""
     path = folder / "generation_config.json"
-    return json.loads(path.read_text()) if path.is_file() else {}
+    return _read_json(path) if path.is_file() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got a JSON {type(content).__name__}, need an object")
+    return content
 
 
 def as_list(value: int | list[int] | None) -> list[int]:
     return [] if value is None else [value] if isinstance(value, int) else list(value)
 
 
-# What the decoder does not do: (what, how to see it in config.json, what to try instead).
+# What the decoder does not do: (what, what of it config.json has or None, what to try instead).
 # It is asked twice, of the raw JSON (before transformers sees it) and of transformers' reading.
-_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _SUPPORTED = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _UNSUPPORTED: list[tuple[str, Callable[[dict], Any], str]] = [
-    (
-        "architecture",
-        lambda c: (c.get("architectures") or ["(none given)"])[0]
-        if (c.get("architectures") or [None])[0] not in _SUPPORTED
-        else None,
-        f"one of {', '.join(_SUPPORTED)}",
-    ),
-    (
-        "hidden_act",
-        lambda c: c["hidden_act"] if c.get("hidden_act", "silu") != "silu" else None,
-        "silu",
-    ),
-    (
-        "layer type",
-        lambda c: next((t for t in c.get("layer_types") or [] if t != "full_attention"), None),
-        "full attention in every layer (use_sliding_window false)",
-    ),
+    ("architecture", lambda c: _unless((c.get("architectures") or ["(none given)"])[0], *_SUPPORTED),
+     f"one of {', '.join(_SUPPORTED)}"),
+    ("hidden_act", lambda c: _unless(c.get("hidden_act", "silu"), "silu"), "silu"),
+    ("layer type", lambda c: next(filter(_is_partial, c.get("layer_types") or []), None),
+     "full attention in every layer (use_sliding_window false)"),
     ("attention_bias", lambda c: c.get("attention_bias") or None, "false"),
     ("mlp_bias", lambda c: c.get("mlp_bias") or None, "false"),
-    (
-        "rope type",
-        lambda c: _rope_type(c) if _rope_type(c) not in _ROPE_TYPES else None,
-        "default, linear, llama3 or yarn (cached keys cannot be rotated again later)",
-    ),
-    (
-        "quantization_config",
-        lambda c: (c.get("quantization_config") or {}).get("quant_method"),
-        "the unquantised checkpoint, or a GGUF file",
-    ),
-    (
-        "num_attention_heads",
-        lambda c: f"{c['num_attention_heads']} for {c['num_key_value_heads']} key-value heads"
-        if c.get("num_key_value_heads") and c["num_attention_heads"] % c["num_key_value_heads"]
-        else None,
-        "a multiple of num_key_value_heads",
-    ),
+    ("rope type", lambda c: _unless(_rope_type(c), *_ROPE_TYPES),
+     "default, linear, llama3 or yarn (cached keys cannot be rotated again later)"),
+    ("quantization_config", lambda c: _quantization(c.get("quantization_config") or {}),
+     "the unquantised checkpoint, or a GGUF file"),
+    ("num_attention_heads", lambda c: _uneven(c.get("num_attention_heads"), c),
+     "a multiple of num_key_value_heads"),
 ]  # fmt: skip
-
-
-def _rope_type(config: dict) -> str:
-    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
-    return rope.get("rope_type") or rope.get("type") or "default"
 
 
 def _check_supported(config: dict, path: Path) -> None:
@@ -287,3 +290,28 @@ def _check_supported(config: dict, path: Path) -> None:
         found = find(config)
         if found is not None:
             raise ValueError(f"{path}: {what} {found!r} is not supported; need {need}")
+
+
+def _unless(found: Any, *allowed: str) -> Any:
+    return None if found in allowed else found
+
+
+def _is_partial(layer_type: str) -> bool:
+    return layer_type != "full_attention"
+
+
+def _rope_type(config: dict) -> str:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _quantization(config: dict) -> str | None:
+    return config.get("quant_method", str(config)) if config else None
+
+
+def _uneven(num_heads: Any, config: dict) -> str | None:
+    num_kv_heads = config.get("num_key_value_heads")
+    are_known = isinstance(num_heads, int) and isinstance(num_kv_heads, int)
+    if not are_known or num_heads % num_kv_heads == 0:
+        return None
+    return f"{num_heads} for {num_kv_heads} key-value heads"

@@ -91,7 +91,10 @@ class LLMEngine:
         )
         seed = params.seed
         if seed is None:  # of its own, but the same in every run of a program
-            seed = xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"), self.config.seed) >> 1
+            seed = (
+                xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"), self.config.seed % 2**64)
+                >> 1
+            )
         for i in range(params.n):
             detokenizer = Detokenizer(self.tokenizer, params) if has_text else None
             request.sequences.append(Sequence(request, i, (seed + i) % 2**63, detokenizer))

@@ -36,6 +36,8 @@ class ModelRunner:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
         self._block_size = config.block_size
         self._device = config.torch_device
+        if self._device.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(f"device: got {config.device!r}, need cpu: this torch sees no GPU")
         dtype = choose_dtype(config.dtype, model_config.dtype, self._device)
         self.kernels = select_kernels(self._device, config.kernels, config.use_compile)
         longest = config.max_model_len or model_config.max_model_len

@@ -28,7 +28,7 @@ from nanoinfer.batch import Entries, SamplingBatch
 from nanoinfer.outputs import Logprob
 
 _NUM_CANDIDATES = 64
-_NUM_WIDE_CANDIDATES = 1024
+_SORTED_AT_ONCE = 1024
 _BITS = 24
 _MAX_NOISE = -math.log(-math.log1p(-(2.0 ** -(_BITS + 1))))
 
@@ -43,10 +43,13 @@ def sample(logits: Tensor, sampling: SamplingBatch) -> SamplerOutput:
     wanted = [row for row, k in enumerate(sampling.num_logprobs) if k is not None]
     raw = logits[wanted].log_softmax(-1) if wanted else None
     _adjust(logits, sampling)
-    token_ids = logits.argmax(-1)  # the lowest id among equals
-    if sampling.has_random:
-        rows = sampling.temperatures.nonzero().flatten()
-        token_ids[rows] = _draw(logits[rows], sampling, rows)
+    rows = sampling.temperatures.nonzero().flatten()
+    if len(rows) == len(logits):
+        token_ids = _draw(logits, sampling, rows)
+    else:
+        token_ids = logits.argmax(-1)  # the lowest id among equals
+        if len(rows) > 0:
+            token_ids[rows] = _draw(logits[rows], sampling, rows)
     ids = token_ids.tolist()
     logprobs: list[dict[int, Logprob] | None] = [None] * len(ids)
     if raw is not None:
@@ -96,32 +99,35 @@ def _adjust(logits: Tensor, sampling: SamplingBatch) -> None:
 
 def _draw(logits: Tensor, sampling: SamplingBatch, rows: Tensor) -> Tensor:
     """The definition in the module's docstring, for rows with a temperature. [R, V] -> [R]."""
-    top = logits.amax(-1, keepdim=True)
     # The largest score becomes 0, so that a tiny temperature gives -inf elsewhere and never NaN.
-    scores = (logits - top) / sampling.temperatures[rows].unsqueeze(-1)
+    scores = logits.sub_(logits.amax(-1, keepdim=True))
+    scores.div_(sampling.temperatures[rows].unsqueeze(-1))
     keys = _row_keys(sampling.seeds[rows], sampling.positions[rows])
     num_candidates = min(_NUM_CANDIDATES, scores.size(-1))
     values, ids = scores.topk(num_candidates, dim=-1)  # [R, C]
     thresholds = torch.full_like(values[:, 0], -math.inf)  # an id is kept if its score is >= this
     if sampling.has_filters:
         thresholds = _thresholds(scores, values, sampling, rows)
-    noisy = (values + _gumbel(_hash(keys.unsqueeze(-1), ids))).to(torch.float64)
+    noisy = values + _gumbel(_hash(keys.unsqueeze(-1), _mix(ids.to(torch.int32))))
     noisy.masked_fill_(values < thresholds.unsqueeze(-1), -math.inf)
     best, at = noisy.max(-1)
     token_ids = ids.gather(-1, at.unsqueeze(-1)).squeeze(-1)
-    last = values[:, -1]
+    last = values[:, -1]  # as large as any score that is no candidate
     is_open = (last >= thresholds) & (last + _MAX_NOISE > best) & (last > -math.inf)
-    for row in is_open.nonzero().flatten().tolist() if num_candidates < scores.size(-1) else ():
-        token_ids[row] = _draw_wide(scores[row], keys[row], thresholds[row], best[row])
+    if num_candidates < scores.size(-1) and is_open.any():
+        mixed_ids = _mix(torch.arange(scores.size(-1), dtype=torch.int32, device=scores.device))
+        for row in is_open.nonzero().flatten().tolist():
+            token_ids[row] = _draw_wide(
+                scores[row], _hash(keys[row], mixed_ids), thresholds[row], float(best[row])
+            )
     return token_ids
 
 
-def _draw_wide(scores: Tensor, key: Tensor, threshold: Tensor, best: Tensor) -> Tensor:
-    """One row when any id may win: only ids whose noise can lift the top score to `best`."""
-    needed = float(best)  # the top score is 0
-    smallest_hash = int(math.exp(-math.exp(-needed)) * 2**_BITS) - 1
-    hashes = _hash(key, torch.arange(scores.numel(), device=scores.device))
-    ids = ((hashes >= smallest_hash) & (scores >= threshold)).nonzero().flatten()
+def _draw_wide(scores: Tensor, hashes: Tensor, threshold: Tensor, best: float) -> Tensor:
+    """One row when any id may win: only ids whose noise can lift even the top score to `best`."""
+    smallest_hash = int(math.exp(-math.exp(-best)) * 2**_BITS) - 1  # the top score is 0
+    ids = (hashes >= smallest_hash).nonzero().flatten()
+    ids = ids[scores[ids] >= threshold]
     noisy = scores[ids] + _gumbel(hashes[ids])
     return ids[noisy.argmax()]
 
@@ -142,43 +148,59 @@ def _thresholds(scores: Tensor, values: Tensor, sampling: SamplingBatch, rows: T
 
 
 def _top_p_threshold(scores: Tensor, values: Tensor, threshold: Tensor, top_p: float) -> Tensor:
-    """The score at which the mass of larger scores first reaches `top_p`, at least `threshold`."""
-    mass = scores.masked_fill(scores < threshold, -math.inf).exp().sum(dtype=torch.float64)
-    for width in (values.numel(), _NUM_WIDE_CANDIDATES):
-        if width > values.numel():
-            values = scores.topk(min(width, scores.numel())).values
-        kept = values.masked_fill(values < threshold, -math.inf)
-        reached = kept.exp().cumsum(-1, dtype=torch.float64) >= top_p * mass
-        if reached.any():
-            return kept[int(reached.to(torch.uint8).argmax())]
-    low, high = max(float(threshold), float(scores.min())), float(values[-1])
-    while True:  # bisection over scores: mass(>= low) reaches top_p, mass(>= high) does not
-        middle = (low + high) / 2
-        between = torch.tensor(middle, dtype=scores.dtype)
-        if middle in (low, high) or not low < float(between) < high:
-            return torch.tensor(low, dtype=scores.dtype)
-        if scores[scores >= between].exp().sum(dtype=torch.float64) >= top_p * mass:
-            low = float(between)
+    """The score at which the mass of the scores from the top down first reaches `top_p`.
+
+    The few largest, `values`, mostly hold it. Else it is searched as in quickselect: split what is
+    left at its mean and go on with the half where the mass is reached.
+    """
+    pool = scores if values[-1] >= threshold else values  # all that are kept are in it
+    pool = pool[(pool >= threshold) & (pool > -math.inf)]
+    target = top_p * pool.exp().sum(dtype=torch.float64)
+    found = _reach(values[values >= threshold], target)
+    if found is not None:
+        return found
+    while pool.numel() > _SORTED_AT_ONCE:
+        is_upper = pool >= pool.mean()
+        if is_upper.all():  # equal scores
+            return pool[0]
+        mass = pool[is_upper].exp().sum(dtype=torch.float64)
+        if mass >= target:
+            pool = pool[is_upper]
         else:
-            high = float(between)
+            pool, target = pool[~is_upper], target - mass
+    pool = pool.sort(descending=True).values
+    found = _reach(pool, target)
+    return pool[-1] if found is None else found  # None: top_p within rounding of 1
+
+
+def _reach(descending: Tensor, target: Tensor) -> Tensor | None:
+    """The first score at which the mass so far is `target`, if it gets there."""
+    reached = (descending.exp().cumsum(-1, dtype=torch.float64) >= target).nonzero()
+    return descending[reached[0, 0]] if len(reached) else None
 
 
 def _row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One 32-bit key per row, as int64."""
-    low, high = seeds & 0xFFFFFFFF, (seeds >> 32) & 0xFFFFFFFF
-    return _mix(_mix(_mix(low) ^ high) ^ positions)
+    """One 32-bit key per row. seeds, positions [R] int64 -> [R] int32"""
+    low, high = seeds.view(torch.int32).view(-1, 2).unbind(-1)
+    return _mix(_mix(_mix(low.clone()).bitwise_xor_(high)).bitwise_xor_(positions.to(torch.int32)))
 
 
-def _hash(keys: Tensor, ids: Tensor) -> Tensor:
-    """24 random bits for each (row key, token id), as int64."""
-    return _mix(keys ^ _mix(ids)) >> (32 - _BITS)
+def _hash(keys: Tensor, mixed_ids: Tensor) -> Tensor:
+    """24 random bits for each (row's key, token id), given `_mix` of the ids. int32"""
+    return _mix(keys ^ mixed_ids).bitwise_and_(2**_BITS - 1)
 
 
 def _mix(x: Tensor) -> Tensor:
-    """murmur3's finaliser on 32-bit values held in int64: every input bit reaches every output."""
-    x = ((x ^ (x >> 16)) * 0x85EBCA6B) & 0xFFFFFFFF
-    x = ((x ^ (x >> 13)) * 0xC2B2AE35) & 0xFFFFFFFF
-    return x ^ (x >> 16)
+    """murmur3's finaliser on int32, in place: every bit of x reaches every bit of the result.
+
+    `>>` copies the sign bit into the upper bits; the masks make it a logical shift.
+    """
+    x ^= (x >> 16) & 0xFFFF
+    x *= 0x85EBCA6B - 2**32
+    x ^= (x >> 13) & 0x7FFFF
+    x *= 0xC2B2AE35 - 2**32
+    x ^= (x >> 16) & 0xFFFF
+    return x
 
 
 def _gumbel(hashes: Tensor) -> Tensor:

@@ -58,7 +58,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "mlp_bias": False,
     },
 }
-ABSENT = object()  # a value that stands for "no such field"
+ABSENT = ...  # no such field
 FACTORS = [1.0] * 16
 
 
@@ -438,7 +438,7 @@ def test_choices_are_frozen_and_keyword_only():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="has CUDA")
 def test_cuda_without_cuda_is_a_value_error(tiny_qwen3):
-    with pytest.raises(ValueError, match="device: got 'cuda'.*cpu"):
+    with pytest.raises(ValueError, match=r"device: got 'cuda'.*cpu"):
         LLM(tiny_qwen3, device="cuda")
 
 

@@ -123,7 +123,7 @@ def test_continuation_of_a_warm_answer_equals_transformers(tiny_qwen3, budget, k
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("is_caching", [True, False])
-@pytest.mark.parametrize(("budget", "num_kv_blocks"), [(B, 8), (B + 1, 9), (64, 7), (64, 11)])
+@pytest.mark.parametrize(("budget", "num_kv_blocks"), [(B + 1, 9), (64, 7), (64, 11)])
 def test_preemption_is_invisible(folder, budget, num_kv_blocks, is_caching, kernels):
     """A pool for little more than the longest prompt; twins take turns in losing their blocks."""
     prompts = prompts_of(folder) + prompts_of(folder)[::-1]
@@ -143,7 +143,7 @@ def test_preemption_is_invisible(folder, budget, num_kv_blocks, is_caching, kern
 
 @pytest.mark.parametrize("kernels", KERNELS)
 @pytest.mark.parametrize("is_caching", [True, False])
-@pytest.mark.parametrize("budget", [2, 3, B, 64])
+@pytest.mark.parametrize("budget", [3, 5, B, 64])
 def test_preemption_amid_long_answers_is_invisible(tiny_qwen3, budget, is_caching, kernels):
     """Each ends with 4 blocks of a pool of 7: what was generated is computed again, in chunks."""
     num_tokens = 3 * B - 1

@@ -391,9 +391,11 @@ def test_empty_folder(tmp_path):
 )
 def test_nonsense_is_an_error(model, monkeypatch):
     """Not found, said at once, in one line, without asking the network."""
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    asked = []
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *a, **k: asked.append(a))
     with pytest.raises(ValueError, match="folder") as caught:
         find_checkpoint(model)
+    assert asked == []
     message = str(caught.value)
     assert model[:50] in message or repr(model)[:50] in message
     assert "\n" not in message

@@ -190,18 +190,27 @@ FILTER_VALUES = [
 def test_thresholds_equal_a_full_sort(name: str, vocab_size: int):
     logits = dict(_cases(vocab_size))[name]
     sequences = [make_sequence(SamplingParams(**values)) for values in FILTER_VALUES]
-    sampling = make_batch(*sequences)
-    scores = (logits - logits.max()).repeat(len(sequences), 1)
-    values = scores.topk(min(64, vocab_size)).values
-    thresholds = sampler._thresholds(scores, values, sampling, torch.arange(len(sequences)))
-    for filters, row, threshold in zip(FILTER_VALUES, scores, thresholds, strict=True):
-        kept = (row >= threshold) & (row > -math.inf)
+    scores = logits - logits.max()
+
+    def thresholds(*sequences: Sequence) -> Tensor:
+        rows = scores.repeat(len(sequences), 1)
+        values = rows.topk(min(64, vocab_size)).values
+        return sampler._thresholds(
+            rows, values, make_batch(*sequences), torch.arange(len(sequences))
+        )
+
+    # A wide top_k widens the search of its neighbours, so each row is alone and among all.
+    for filters, seq, among_all in zip(
+        FILTER_VALUES, sequences, thresholds(*sequences), strict=True
+    ):
         least, most = (
-            kept_by_sort(row, **filters, slack=slack) & (row > -math.inf)
+            kept_by_sort(scores, **filters, slack=slack) & (scores > -math.inf)
             for slack in (ROUNDING, -ROUNDING)
         )
-        assert not (least & ~kept).any(), (filters, int(kept.sum()), int(least.sum()))
-        assert not (kept & ~most).any(), (filters, int(kept.sum()), int(most.sum()))
+        for threshold in (thresholds(seq)[0], among_all):
+            kept = (scores >= threshold) & (scores > -math.inf)
+            assert not (least & ~kept).any(), (filters, int(kept.sum()), int(least.sum()))
+            assert not (kept & ~most).any(), (filters, int(kept.sum()), int(most.sum()))
 
 
 @pytest.mark.parametrize("vocab_size", [5, 100, 1000, 50_000])
@@ -293,6 +302,24 @@ def test_rows_of_neighbouring_positions_or_seeds_are_unrelated(what: str):
             counts = torch.bincount((rows[a] >> 20) * 16 + (rows[b] >> 20), minlength=256)
             assert chi_square_p_value(counts, torch.full((256,), count / 256)) > MIN_P_VALUE
             assert int((rows[a] == rows[b]).sum()) < 5
+
+
+def test_mix_is_murmur3s_finaliser():
+    for value in (0, 1, 2, 0xDEADBEEF, 0xFFFFFFFF, 0x80000000, 12345):
+        x = value
+        x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+        x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+        assert int(sampler._mix(torch.tensor(value))) == x ^ (x >> 16)
+    assert int(sampler._mix(torch.tensor(1))) == 0x514E28B7
+
+
+def test_every_input_bit_changes_half_of_the_output_bits():
+    bits = torch.arange(24)
+    keys = torch.randint(2**32, (4096,), generator=torch.Generator().manual_seed(6))
+    for flipped in range(32):
+        changed = sampler._hash(keys, keys * 0) ^ sampler._hash(keys ^ (1 << flipped), keys * 0)
+        rates = ((changed.unsqueeze(-1) >> bits) & 1).double().mean(0)
+        assert (rates - 0.5).abs().max() < 0.04
 
 
 def test_row_keys_do_not_collide_and_use_all_bits_of_a_seed():

@@ -23,7 +23,7 @@ from nanoinfer.tokenizer import Detokenizer, Tokenizer
 
 REPLACEMENT = "\ufffd"
 IM_END = 258
-MAX_HELD = 8  # U+FFFD: the bytes of an unfinished character and its neighbour, in any decoder
+MAX_HELD = 16  # U+FFFD: what a few tokens hold of bytes that may still become a character
 TEXTS = [
     "plain words, twice  spaced\n",
     "naïve café, Grüße",
@@ -173,13 +173,13 @@ def test_tokens_that_cut_characters_equal_the_one_shot_decode(
 
 def test_invalid_bytes_are_not_held_back_for_long(byte_tokenizer: Tokenizer):
     shown, _ = shown_texts(byte_tokenizer, [0xFF] * 100)
-    assert all(0 < i - len(text) <= MAX_HELD for i, text in enumerate(shown, 1))
+    assert all(0 <= i - len(text) <= MAX_HELD for i, text in enumerate(shown, 1))
 
 
 @pytest.mark.parametrize("text", TEXTS[:-1])
 def test_llama_text_grows_by_whole_characters(text: str, llama_tokenizer: Tokenizer):
     """This decoder shows one U+FFFD for each byte of an unfinished character."""
-    ids = llama_tokenizer.encode(text)
+    _, ids = llama_tokenizer.encode_prompt(text)
     assert llama_tokenizer.decode(ids) == text
     shown, detokenizer = shown_texts(llama_tokenizer, ids)
     detokenizer.finish()
@@ -189,7 +189,7 @@ def test_llama_text_grows_by_whole_characters(text: str, llama_tokenizer: Tokeni
 
 
 def test_llama_invalid_bytes_come_out_before_long(llama_tokenizer: Tokenizer):
-    ids = [3 + 0xFF] * 40 + [llama_tokenizer.encode("a")[-1]]
+    ids = [3 + 0xFF] * 40 + [llama_tokenizer.encode_prompt("a")[1][-1]]
     shown, _ = shown_texts(llama_tokenizer, ids)
     assert shown[-1] == llama_tokenizer.decode(ids)
     assert shown[30].startswith(REPLACEMENT)
@@ -386,7 +386,7 @@ def test_chat_options_reach_the_template(byte_tokenizer: Tokenizer):
 
 
 def test_template_places_special_tokens_alone(llama_tokenizer: Tokenizer):
-    assert llama_tokenizer.encode("a")[:1] == [1], "a plain prompt gets its BOS"
+    assert llama_tokenizer.encode_prompt("a")[1][:1] == [1], "a plain prompt gets its BOS"
     template = "{{ bos_token }}{{ messages[0].content }}"
     text, ids = chat(llama_tokenizer, template)
     assert text == "<s>é?"
@@ -402,7 +402,7 @@ def test_missing_template_is_named(llama_tokenizer: Tokenizer):
 @pytest.mark.parametrize(
     "use",
     [
-        lambda t: t.encode("a"),
+        lambda t: t.encode_prompt("a"),
         lambda t: t.decode([1]),
         lambda t: t.encode_chat(chat_template=None, messages=[]),
         lambda t: t.require("stop"),
