@@ -37,8 +37,9 @@ import torch
 from limits import Limits, Work, floor_seconds, measure
 from shapes import SHAPES, make_checkpoint
 
-from nanoinfer.config import DTYPES, ModelConfig
+from nanoinfer.config import DTYPES
 from nanoinfer.loader import find_checkpoint
+from nanoinfer.model_config import ModelConfig
 
 WORKS = {"offline": Work(16, 256, 128), "latency": Work(1, 256, 64)}
 TEMPERATURE = 0.6

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanoinfer.config import ModelConfig
+from nanoinfer.model_config import ModelConfig
 from nanoinfer.model_runner import available_memory
 
 _READ_BYTES = 1 << 30  # far more than any cache holds

@@ -26,8 +26,9 @@ from tqdm import tqdm
 
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockManager
-from nanoinfer.config import EngineConfig, ModelConfig, as_list, load_generation_config
+from nanoinfer.config import EngineConfig
 from nanoinfer.loader import find_checkpoint
+from nanoinfer.model_config import ModelConfig, as_list, load_generation_config
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.outputs import EngineStats, RequestOutput
 from nanoinfer.request import Request
@@ -91,10 +92,7 @@ class LLMEngine:
         )
         seed = params.seed
         if seed is None:  # of its own, but the same in every run of a program
-            seed = (
-                xxhash.xxh3_64_intdigest(number.to_bytes(8, "little"), self.config.seed % 2**64)
-                >> 1
-            )
+            seed = xxhash.xxh3_64_intdigest(b"%d,%d" % (self.config.seed, number))
         for i in range(params.n):
             detokenizer = Detokenizer(self.tokenizer, params) if has_text else None
             request.sequences.append(Sequence(request, i, (seed + i) % 2**63, detokenizer))

@@ -16,11 +16,12 @@ import torch
 from torch import Tensor
 
 from nanoinfer.batch import Batch
-from nanoinfer.config import DTYPES, EngineConfig, ModelConfig
+from nanoinfer.config import DTYPES, EngineConfig
 from nanoinfer.kernels import select_kernels
 from nanoinfer.kernels.build import cpu_features
 from nanoinfer.layers.linear import Linear
 from nanoinfer.loader import load_weights
+from nanoinfer.model_config import ModelConfig
 from nanoinfer.models.qwen3 import CausalLM
 from nanoinfer.outputs import Logprob
 from nanoinfer.sampler import sample, top_logprobs

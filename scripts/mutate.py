@@ -1,7 +1,7 @@
 """Break the code one line at a time and see that the tests notice.
 
-In: `MUTATIONS`, a table of (file, a line as it is, the line as it would be wrong, the test that must
-go red). Out: a line for each row and "N of N caught"; exit status 1 if any survived.
+In: `MUTATIONS`, a table of (file, a line as it is, the line as it would be wrong, the test that
+must go red). Out: a line for each row and "N of N caught"; exit status 1 if any survived.
 
 Each row runs on a copy of the package, in a process of its own; the checkout is never touched.
 A row whose line no longer stands in the file exactly once is an error: the table is kept in step.
@@ -55,7 +55,7 @@ def run(mutation: Mutation) -> bool:
         text = path.read_text()
         count = text.count(mutation.old)
         if count != 1:
-            raise ValueError(f"{mutation.file}: {mutation.old!r} stands there {count} times, need 1")
+            raise ValueError(f"{mutation.file}: {mutation.old!r} is there {count} times, need 1")
         path.write_text(text.replace(mutation.old, mutation.new))
         command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
         environment = {**os.environ, "PYTHONPATH": folder, "OMP_NUM_THREADS": "1"}

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from nanoinfer import LLM, EngineConfig, model_runner
-from nanoinfer.config import ModelConfig, RopeConfig, as_list, load_generation_config
+from nanoinfer.model_config import ModelConfig, RopeConfig, as_list, load_generation_config
 from nanoinfer.model_runner import available_memory, choose_dtype
 
 COMMON = {

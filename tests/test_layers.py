@@ -20,7 +20,6 @@ from transformers.models.qwen3.modeling_qwen3 import (
 )
 
 from nanoinfer import LLM, CompletionOutput, SamplingParams
-from nanoinfer.config import RopeConfig
 from nanoinfer.kernels import Kernels, select_kernels
 from nanoinfer.kernels.rms_norm import add_rms_norm_ref, rms_norm_ref
 from nanoinfer.kernels.rotary import rotary_ref
@@ -30,6 +29,7 @@ from nanoinfer.layers.embedding import Embedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.rotary_embedding import get_rope, inverse_frequencies
+from nanoinfer.model_config import RopeConfig
 
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
@@ -111,6 +111,8 @@ ROPES: dict[str, dict[str, Any]] = {
     "llama3-narrow": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 2.5},
     "yarn": YARN,
     "yarn-tiny": {**YARN, "original_max_position_embeddings": 64},
+    "yarn-no-ramp": {**YARN, "original_max_position_embeddings": 4},
+    "yarn-ramp-beyond-the-end": {**YARN, "rope_theta": 20.0},
     "yarn-factor-1": {**YARN, "factor": 1.0},
     "yarn-betas": {**YARN, "beta_fast": 16, "beta_slow": 2},
     "yarn-one-beta": {**YARN, "beta_fast": 4.0, "beta_slow": 4.0, "truncate": False},
@@ -154,7 +156,7 @@ def test_frequencies_equal_transformers(name, head_dim, theta):
 def test_every_method_changes_the_default():
     """Else the comparison above would show nothing."""
     default, _ = inverse_frequencies(RopeConfig.from_hf(hf_config("default"), 64))
-    for name in set(ROPES) - {"default", "yarn-factor-1"}:
+    for name in set(ROPES) - {"default", "yarn-factor-1", "yarn-ramp-beyond-the-end"}:
         inv_freq, _ = inverse_frequencies(RopeConfig.from_hf(hf_config(name), 64))
         assert (inv_freq / default).min() < 0.5, name
         assert (inv_freq / default).max() <= 1, name

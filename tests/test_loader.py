@@ -15,9 +15,9 @@ from tiny import TINY_NAMES
 from torch import Tensor
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.config import ModelConfig
 from nanoinfer.kernels import Kernels
 from nanoinfer.loader import find_checkpoint, load_weights
+from nanoinfer.model_config import ModelConfig
 from nanoinfer.models.qwen3 import CausalLM
 
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"

@@ -1,6 +1,8 @@
 """Sampler: the draws have the distribution that the filters leave, and depend on nothing else."""
 
+import dataclasses
 import math
+import signal
 from collections.abc import Iterator
 
 import pytest
@@ -31,6 +33,18 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(num_threads)
 
 
+@pytest.fixture(autouse=True)
+def no_endless_loop() -> Iterator[None]:
+    def stop(*_: object) -> None:
+        raise TimeoutError("a search that does not end")
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.alarm(30)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
+
+
 def make_sequence(
     params: SamplingParams, prompt: tuple[int, ...] = (1,), output: tuple[int, ...] = ()
 ) -> Sequence:
@@ -54,25 +68,19 @@ def make_batch(*sequences: Sequence) -> SamplingBatch:
 
 def make_rows(num_rows: int, seed: int = 0, **params: object) -> SamplingBatch:
     """`num_rows` positions of one sequence."""
-    p = SamplingParams(**params)
+    one = make_batch(make_sequence(SamplingParams(**params, seed=seed)))
+    repeated = {
+        name: value.repeat(num_rows) if isinstance(value, Tensor) else value * num_rows
+        for name, value in vars(one).items()
+        if isinstance(value, Tensor | list)
+    }
+    return dataclasses.replace(one, **repeated | {"positions": torch.arange(num_rows)})
 
-    def full(value: float, dtype: torch.dtype = torch.float32) -> Tensor:
-        return torch.full((num_rows,), value, dtype=dtype)
 
-    return SamplingBatch(
-        temperatures=full(p.temperature),
-        top_k=full(max(p.top_k, 0), torch.int64),
-        top_p=full(p.top_p),
-        min_p=full(p.min_p),
-        seeds=full(seed, torch.int64),
-        positions=torch.arange(num_rows),
-        added=None,
-        repetition=None,
-        penalties=None,
-        num_logprobs=[None] * num_rows,
-        has_random=True,
-        has_filters=p.top_k > 0 or p.top_p < 1 or p.min_p > 0,
-    )
+def noise_hashes(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
+    """24 random bits for each (seed, position, id); seeds and positions as many as ids, or one."""
+    keys = sampler._row_keys(seeds, positions)
+    return sampler._hash(keys, sampler._mix(ids.to(torch.int32))).to(torch.int64)
 
 
 def kept_by_sort(
@@ -168,6 +176,12 @@ def _cases(vocab_size: int) -> Iterator[tuple[str, Tensor]]:
     yield "flat", torch.zeros(vocab_size)
     yield "nearly flat", 0.1 * noise
     yield "peaked", 20 * noise
+    # Means of many equal scores round to either side of them.
+    for level in (-0.0137, -0.0411, -1.3):
+        yield (
+            f"one above {level}",
+            torch.full((vocab_size,), level).index_fill(0, torch.tensor(2), 0.0),
+        )
     yield "tied", (2 * noise).round()
     masked = torch.rand(vocab_size, generator=generator) < 0.3
     masked[int(noise.argmax())] = False
@@ -241,8 +255,10 @@ def test_draw_is_the_best_noisy_score_of_all_that_is_kept(
         p = seq.params
         scores = (logits - logits.max()) / p.temperature
         rows = torch.tensor([i])
-        key = sampler._row_keys(sampling.seeds[rows], sampling.positions[rows])
-        noise = sampler._gumbel(sampler._hash(key, torch.arange(vocab_size)))
+        ids_of_row = torch.arange(vocab_size)
+        noise = sampler._gumbel(
+            noise_hashes(sampling.seeds[rows], sampling.positions[rows], ids_of_row)
+        )
         if p.top_p < 1 or p.top_k or p.min_p:
             values = scores.topk(min(64, vocab_size)).values
             threshold = sampler._thresholds(scores[None], values[None], sampling, rows)
@@ -255,16 +271,12 @@ def test_draw_is_the_best_noisy_score_of_all_that_is_kept(
 # The noise
 
 
-def _hashes(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
-    return sampler._hash(sampler._row_keys(seeds, positions), ids)
-
-
 def _vary(what: str, count: int, seed: int, position: int, token_id: int) -> Tensor:
     """Hashes of `count` neighbours in one of the three inputs."""
     start = {"seeds": seed, "positions": position, "ids": token_id}
     inputs = {name: torch.full((count,), value) for name, value in start.items()}
     inputs[what] = inputs[what] + torch.arange(count)
-    return _hashes(**inputs)
+    return noise_hashes(**inputs)
 
 
 STARTS = [(0, 0, 0), (0, 1, 0), (1, 0, 0), (42, 77, 0), (2**40 + 3, 5, 100), (2**63 - 70_000, 9, 7)]
@@ -296,7 +308,7 @@ def test_rows_of_neighbouring_positions_or_seeds_are_unrelated(what: str):
     rows = []
     for i in range(4):
         seed, position = (7, 30 + i) if what == "positions" else (7 + i, 30)
-        rows.append(_hashes(torch.tensor([seed]), torch.tensor([position]), ids))
+        rows.append(noise_hashes(torch.tensor([seed]), torch.tensor([position]), ids))
     for a in range(4):
         for b in range(a):
             counts = torch.bincount((rows[a] >> 20) * 16 + (rows[b] >> 20), minlength=256)
@@ -304,21 +316,17 @@ def test_rows_of_neighbouring_positions_or_seeds_are_unrelated(what: str):
             assert int((rows[a] == rows[b]).sum()) < 5
 
 
-def test_mix_is_murmur3s_finaliser():
-    for value in (0, 1, 2, 0xDEADBEEF, 0xFFFFFFFF, 0x80000000, 12345):
-        x = value
-        x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
-        x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
-        assert int(sampler._mix(torch.tensor(value))) == x ^ (x >> 16)
-    assert int(sampler._mix(torch.tensor(1))) == 0x514E28B7
-
-
-def test_every_input_bit_changes_half_of_the_output_bits():
-    bits = torch.arange(24)
-    keys = torch.randint(2**32, (4096,), generator=torch.Generator().manual_seed(6))
-    for flipped in range(32):
-        changed = sampler._hash(keys, keys * 0) ^ sampler._hash(keys ^ (1 << flipped), keys * 0)
-        rates = ((changed.unsqueeze(-1) >> bits) & 1).double().mean(0)
+@pytest.mark.parametrize(("what", "num_bits"), [("seeds", 63), ("positions", 24), ("ids", 20)])
+def test_every_input_bit_changes_half_of_the_noise_bits(what: str, num_bits: int):
+    generator = torch.Generator().manual_seed(6)
+    limits = {"seeds": 2**62, "positions": 2**24, "ids": 2**20}
+    inputs = {
+        name: torch.randint(limit, (4096,), generator=generator) for name, limit in limits.items()
+    }
+    before = noise_hashes(**inputs)
+    for flipped in range(num_bits):
+        changed = before ^ noise_hashes(**inputs | {what: inputs[what] ^ (1 << flipped)})
+        rates = ((changed.unsqueeze(-1) >> torch.arange(24)) & 1).double().mean(0)
         assert (rates - 0.5).abs().max() < 0.04
 
 

@@ -19,8 +19,8 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 
-from nanoinfer.config import RopeConfig
 from nanoinfer.kernels import Kernels
+from nanoinfer.model_config import RopeConfig
 
 
 class RotaryEmbedding:

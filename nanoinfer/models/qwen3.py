@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.batch import Batch
-from nanoinfer.config import ModelConfig
 from nanoinfer.kernels import Kernels
 from nanoinfer.layers.activation import MLP
 from nanoinfer.layers.attention import Attention, KVCache, KVCacheSpec
@@ -28,6 +27,7 @@ from nanoinfer.layers.embedding import Embedding
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, get_rope
+from nanoinfer.model_config import ModelConfig
 
 
 class SelfAttention(nn.Module):

@@ -1,0 +1,192 @@
+"""What the checkpoint is: facts, read from its config.json.
+
+In: a folder. Out: a frozen `ModelConfig`.
+
+A model is data plus one decoder: Qwen3, Qwen2 and Llama checkpoints become the same facts (has it
+q and k norms? biases on q, k, v? which rope?). What cannot be expressed is refused by name, from
+one table at the end of this file.
+"""
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class RopeConfig:
+    """Rotary parameters; equal ones share one table (`layers.rotary_embedding.get_rope`)."""
+
+    head_dim: int
+    rotary_dim: int
+    theta: float
+    kind: str = "default"
+    factor: float = 1.0
+    original_max_position: int = 0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+    mscale: float | None = None
+    mscale_all_dim: float | None = None
+    truncate: bool = True
+
+    @classmethod
+    def from_hf(cls, hf: Any, head_dim: int) -> "RopeConfig":
+        """From transformers' normalised `rope_parameters` (old and new JSON both end there)."""
+        rope = dict(hf.rope_parameters)
+        optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
+                    "attention_factor", "mscale", "mscale_all_dim", "truncate")  # fmt: skip
+        original = rope.get("original_max_position_embeddings") or hf.max_position_embeddings
+        return cls(
+            head_dim=head_dim,
+            rotary_dim=int(head_dim * rope.get("partial_rotary_factor", 1.0)),
+            theta=float(rope["rope_theta"]),
+            kind=rope["rope_type"],
+            factor=float(rope.get("factor") or hf.max_position_embeddings / original),
+            original_max_position=original,
+            **{name: rope[name] for name in optional if rope.get(name) is not None},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelConfig:
+    """Facts of a checkpoint. Names are Hugging Face's where it has one."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    rms_norm_eps: float
+    max_model_len: int
+    tie_word_embeddings: bool
+    qk_norm: bool
+    qkv_bias: bool
+    rope: RopeConfig
+    dtype: torch.dtype
+    eos_token_ids: frozenset[int]
+
+    @classmethod
+    def from_hf(cls, folder: Path) -> "ModelConfig":
+        """Read `folder`/config.json through transformers' AutoConfig.
+
+        Raises ValueError, naming what is missing or not supported and what to try.
+        """
+        path = folder / "config.json"
+        if not path.is_file():
+            raise ValueError(f"{path}: not found; need a folder with config.json and safetensors")
+        _check_supported(_read_json(path), path)
+        from transformers import AutoConfig  # a second to import: only once the file is known good
+
+        try:
+            hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
+            head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
+            rope = RopeConfig.from_hf(hf, head_dim)
+        except Exception as error:  # transformers raises many kinds
+            raise ValueError(f"{path}: not a usable config: {error}") from error
+        _check_supported(hf.to_dict(), path)
+        architecture = hf.architectures[0]
+        longest = hf.max_position_embeddings
+        if rope.kind == "yarn":
+            longest = int(rope.original_max_position * rope.factor)
+        elif rope.kind == "linear":
+            longest = int(longest * rope.factor)
+        return cls(
+            architecture=architecture,
+            vocab_size=hf.vocab_size,
+            hidden_size=hf.hidden_size,
+            intermediate_size=hf.intermediate_size,
+            num_hidden_layers=hf.num_hidden_layers,
+            num_attention_heads=hf.num_attention_heads,
+            num_key_value_heads=hf.num_key_value_heads,
+            head_dim=head_dim,
+            rms_norm_eps=hf.rms_norm_eps,
+            max_model_len=longest,
+            tie_word_embeddings=hf.tie_word_embeddings,
+            qk_norm=architecture == "Qwen3ForCausalLM",
+            qkv_bias=architecture == "Qwen2ForCausalLM",
+            rope=rope,
+            dtype=hf.dtype or torch.float32,
+            eos_token_ids=frozenset(as_list(hf.eos_token_id)),
+        )
+
+
+def load_generation_config(folder: Path) -> dict[str, Any]:
+    """generation_config.json as a dict; {} when there is none."""
+    path = folder / "generation_config.json"
+    return _read_json(path) if path.is_file() else {}
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        content = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON ({error}); download it again") from error
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got a JSON {type(content).__name__}, need an object")
+    return content
+
+
+def as_list(value: int | list[int] | None) -> list[int]:
+    return [] if value is None else [value] if isinstance(value, int) else list(value)
+
+
+# What the decoder does not do: (what, what of it config.json has or None, what to try instead).
+# It is asked twice, of the raw JSON (before transformers sees it) and of transformers' reading.
+_SUPPORTED = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+_ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+_UNSUPPORTED: list[tuple[str, Callable[[dict], Any], str]] = [
+    ("architecture", lambda c: _unless((c.get("architectures") or [""])[0], *_SUPPORTED),
+     f"one of {', '.join(_SUPPORTED)}"),
+    ("hidden_act", lambda c: _unless(c.get("hidden_act", "silu"), "silu"), "silu"),
+    ("layer type", lambda c: next(filter(_is_partial, c.get("layer_types") or []), None),
+     "full attention in every layer (use_sliding_window false)"),
+    ("attention_bias", lambda c: c.get("attention_bias") or None, "false"),
+    ("mlp_bias", lambda c: c.get("mlp_bias") or None, "false"),
+    ("rope type", lambda c: _unless(_rope_type(c), *_ROPE_TYPES),
+     "default, linear, llama3 or yarn (cached keys cannot be rotated again later)"),
+    ("quantization_config", lambda c: _quantization(c.get("quantization_config") or {}),
+     "the unquantised checkpoint, or a GGUF file"),
+    ("num_attention_heads", lambda c: _uneven(c.get("num_attention_heads"), c),
+     "a multiple of num_key_value_heads"),
+]  # fmt: skip
+
+
+def _check_supported(config: dict, path: Path) -> None:
+    for what, find, need in _UNSUPPORTED:
+        found = find(config)
+        if found is not None:
+            raise ValueError(f"{path}: {what} {found!r} is not supported; need {need}")
+
+
+def _unless(found: Any, *allowed: str) -> Any:
+    return None if found in allowed else found
+
+
+def _is_partial(layer_type: str) -> bool:
+    return layer_type != "full_attention"
+
+
+def _rope_type(config: dict) -> str:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope.get("rope_type") or rope.get("type") or "default"
+
+
+def _quantization(config: dict) -> str | None:
+    return config.get("quant_method", str(config)) if config else None
+
+
+def _uneven(num_heads: Any, config: dict) -> str | None:
+    num_kv_heads = config.get("num_key_value_heads")
+    are_known = isinstance(num_heads, int) and isinstance(num_kv_heads, int)
+    if not are_known or num_heads % num_kv_heads == 0:
+        return None
+    return f"{num_heads} for {num_kv_heads} key-value heads"
