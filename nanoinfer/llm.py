@@ -59,6 +59,7 @@ class LLMEngine:
         found = load_generation_config(folder)
         self._eos_token_ids = self._find_eos_token_ids(found)
         self.generation_config = {} if config.generation_config == "ignore" else found
+        logger.info("sampling_params default to generation_config: %s", self.generation_config)
         self._runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
         self.kernels = self._runner.kernels.name
         self.max_model_len = self._runner.max_model_len
@@ -88,7 +89,7 @@ class LLMEngine:
             params,
             eos_token_ids=self._eos_token_ids,
             max_model_len=self.max_model_len,
-            decode=self.tokenizer.decode if has_text else None,
+            decode=self.tokenizer.decode_token if has_text else None,
         )
         seed = params.seed
         if seed is None:  # of its own, but the same in every run of a program
@@ -129,7 +130,7 @@ class LLMEngine:
                 sampled = self._runner.run(batch)
                 self.scheduler.commit(step, sampled)
             except BaseException:  # Ctrl-C too: blocks and tokens may be half updated
-                self.scheduler.reset()
+                self.scheduler.reset(s for r in self._requests.values() for s in r.sequences)
                 raise
             self._num_steps += 1
             for request in {seq.request for seq, *_ in step}:
@@ -279,7 +280,6 @@ class LLM:
         each = as_prompt_list(prompts)
         if sampling_params is None:
             sampling_params = self.get_default_sampling_params()
-            logger.info("sampling_params from generation_config: %s", sampling_params)
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(each)
         if len(sampling_params) != len(each):

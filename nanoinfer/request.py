@@ -27,7 +27,7 @@ class Request:
         *,
         eos_token_ids: frozenset[int],
         max_model_len: int,
-        decode: Callable[[list[int]], str] | None = None,
+        decode: Callable[[int], str] | None = None,
     ) -> None:
         self.request_id = request_id
         self.prompt = prompt
@@ -56,7 +56,7 @@ class Request:
             return
         for candidates in logprobs:
             for token_id, candidate in candidates.items():
-                candidate.decoded_token = self._decode([token_id])
+                candidate.decoded_token = self._decode(token_id)
 
     def add_prompt_logprobs(self, logprobs: list[Logprobs]) -> None:
         self.name_tokens(logprobs)

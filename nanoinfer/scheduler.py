@@ -19,7 +19,7 @@ One kind of step and the token budget: vLLM V1, after Sarathi-Serve's chunked pr
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from nanoinfer.block_manager import BlockManager
@@ -102,11 +102,13 @@ class Scheduler:
             seq.finish("abort")
             self._remove(seq)
 
-    def reset(self) -> None:
-        """After an exception in a step: forget all blocks, compute every sequence again."""
+    def reset(self, seqs: Iterable[Sequence]) -> None:
+        """After an exception in a step: forget all blocks, compute what is unfinished again.
+
+        The queues may be half updated, so the caller says which sequences there are.
+        """
         self.block_manager = self._make_block_manager()
-        unfinished = [s for s in (*self.running, *self.waiting) if not s.is_finished]
-        self.running, self.waiting = [], deque(dict.fromkeys(unfinished))
+        self.running, self.waiting = [], deque(seq for seq in seqs if not seq.is_finished)
         for seq in self.waiting:
             seq.block_table = []
             self.block_manager.free(seq)
@@ -179,6 +181,7 @@ class Scheduler:
         return victim
 
     def _remove(self, seq: Sequence) -> None:
-        queue = self.running if seq in self.running else self.waiting
-        queue.remove(seq)
+        for queue in (self.running, self.waiting):
+            if seq in queue:
+                queue.remove(seq)
         self.block_manager.free(seq)

@@ -76,6 +76,10 @@ class Tokenizer:
             "prompt_token_ids": hf.encode(text, add_special_tokens=False),
         }
 
+    def decode_token(self, token_id: int) -> str:
+        """One token's own text, special or not: to name a candidate."""
+        return self.decode([token_id], skip_special_tokens=False)
+
     def decode(self, ids: Ids[int], skip_special_tokens: bool = True) -> str:
         hf = self.require("decode")
         backend = getattr(hf, "backend_tokenizer", None)

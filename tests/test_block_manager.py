@@ -167,13 +167,13 @@ def test_duplicate_stays_unregistered_and_goes_on_in_its_twins_chain():
     first, second = make_sequence(1, 2, 3, 4), make_sequence(1, 2, 3, 4, 5, 6)
     manager.allocate(first, 4)  # both before either is registered: no sharing
     manager.allocate(second, 6)
+    duplicates = second.block_table[:2]
     compute(manager, first)
     compute(manager, second)
     assert manager.find_prefix(make_sequence(1, 2, 3, 4, 5, 6, 7)) == [
         *first.block_table,
         second.block_table[2],
     ]
-    duplicates = second.block_table[:2]
     manager.free(second)
     # Holds nothing that can be found: given away before blocks that were never used.
     assert set(take_blocks(manager, 2)) == set(duplicates)

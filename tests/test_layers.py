@@ -111,8 +111,12 @@ ROPES: dict[str, dict[str, Any]] = {
     "llama3-narrow": {**LLAMA3, "low_freq_factor": 2.0, "high_freq_factor": 2.5},
     "yarn": YARN,
     "yarn-tiny": {**YARN, "original_max_position_embeddings": 64},
-    "yarn-no-ramp": {**YARN, "original_max_position_embeddings": 4},
-    "yarn-ramp-beyond-the-end": {**YARN, "rope_theta": 20.0},
+    "yarn-no-ramp": {**YARN, "original_max_position_embeddings": 6},
+    "yarn-ramp-beyond-the-end": {
+        **YARN,
+        "rope_theta": 20.0,
+        "original_max_position_embeddings": 3000,
+    },
     "yarn-factor-1": {**YARN, "factor": 1.0},
     "yarn-betas": {**YARN, "beta_fast": 16, "beta_slow": 2},
     "yarn-one-beta": {**YARN, "beta_fast": 4.0, "beta_slow": 4.0, "truncate": False},
@@ -339,6 +343,18 @@ def test_packed_weight_takes_strided_and_empty_rows():
     x = random(5, 100, dtype=torch.bfloat16)[:, :64]
     torch.testing.assert_close(linear(x), F.linear(x, weight), rtol=2 * BF16_EPS, atol=1e-2)
     assert linear(x[:0]).shape == (0, 33)
+
+
+@needs_packing
+def test_engine_packs_every_linear_once(tiny_qwen3):
+    with LLM(tiny_qwen3, num_kv_blocks=4, dtype="bfloat16", device="cpu") as llm:
+        modules = [*llm.engine._runner._model.modules()]
+        linears = [module for module in modules if isinstance(module, Linear)]
+        assert len(linears) == 2 * 4
+        assert all(module._packed is not None for module in linears)
+        assert sum(module.weight.numel() for module in linears) == 0
+        embeddings = [module for module in modules if isinstance(module, Embedding)]
+        assert all(module.weight.numel() == 273 * 64 for module in embeddings)
 
 
 def test_float32_is_not_packed():

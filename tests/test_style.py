@@ -66,8 +66,8 @@ MAX_FUNCTION_LINES = 40
 MAX_MEDIAN_TOKENS = 9  # a line, in the whole package
 MAX_MEDIAN_TOKENS_OF_A_FILE = 14  # formulas are denser than the rest
 
-# The order in which a request meets the modules. Modules without a place in it are data that all
-# stages share (config, what is asked, what is returned), or end in a folder (gguf, demo).
+# The order in which a request meets the modules. At the end the data that all stages share: what
+# was chosen, asked and returned. gguf and demo have no place: they end in a folder.
 STAGES = {
     "llm": 0,
     "request": 1,
@@ -82,6 +82,9 @@ STAGES = {
     "models": 5,
     "layers": 6,
     "kernels": 7,
+    "config": 8,
+    "sampling_params": 8,
+    "outputs": 8,
 }
 # Names of an earlier stage that a later one does more with than annotate.
 EARLIER_NAMES_USED = {

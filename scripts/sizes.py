@@ -1,0 +1,89 @@
+"""Print the README's table of files: what each does, and its lines of code.
+
+A line of code is one with a token that is no comment and no docstring; `tests/test_style.py` counts
+the same way and holds the README to this output.
+
+    python scripts/sizes.py
+"""
+
+import ast
+import io
+import tokenize
+from pathlib import Path
+
+PACKAGE = Path(__file__).parent.parent / "nanoinfer"
+# In the order in which a request meets them.
+FILES = [
+    "llm.py",
+    "config.py",
+    "sampling_params.py",
+    "loader.py",
+    "model_config.py",
+    "gguf.py",
+    "demo.py",
+    "tokenizer.py",
+    "request.py",
+    "sequence.py",
+    "scheduler.py",
+    "block_manager.py",
+    "batch.py",
+    "model_runner.py",
+    "models/qwen3.py",
+    "layers/embedding.py",
+    "layers/layernorm.py",
+    "layers/linear.py",
+    "layers/rotary_embedding.py",
+    "layers/attention.py",
+    "layers/activation.py",
+    "kernels/*",
+    "sampler.py",
+    "outputs.py",
+]
+_SKIPPED = {
+    tokenize.COMMENT,
+    tokenize.NL,
+    tokenize.NEWLINE,
+    tokenize.INDENT,
+    tokenize.DEDENT,
+    tokenize.ENDMARKER,
+}
+
+
+def count_lines(text: str) -> int:
+    """Lines of Python code in `text`, without blanks, comments and docstrings."""
+    lines: set[int] = set()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type not in _SKIPPED:
+            lines.update(range(token.start[0], token.end[0] + 1))
+    for node in ast.walk(ast.parse(text)):
+        is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
+        if is_string and isinstance(node.value.value, str):
+            lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
+    return len(lines)
+
+
+def count_file(path: Path) -> int:
+    text = path.read_text()
+    if path.suffix == ".py":
+        return count_lines(text)
+    stripped = (line.strip() for line in text.splitlines())
+    return sum(bool(line) and not line.startswith("//") for line in stripped)
+
+
+def table() -> str:
+    rows = ["| file | what it does | lines |", "| --- | --- | ---: |"]
+    for name in FILES:
+        if name == "kernels/*":
+            paths = sorted(p for p in (PACKAGE / "kernels").iterdir() if p.suffix != ".pyc")
+            paths = [p for p in paths if p.is_file()]
+            what = "One op a file: formula and reference, and its C++ twin; their table and build."
+        else:
+            paths = [PACKAGE / name]
+            docstring = ast.get_docstring(ast.parse(paths[0].read_text())) or ""
+            what = docstring.splitlines()[0]
+        rows.append(f"| `{name}` | {what} | {sum(map(count_file, paths))} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())
