@@ -87,8 +87,8 @@ class EngineConfig:
             if isinstance(kind, types.UnionType):
                 kind = next(t for t in typing.get_args(kind) if t is not type(None))
             flag = "--" + field.name.replace("_", "-")
-            required = field.default is dataclasses.MISSING
-            options: dict[str, Any] = {} if required else {"default": field.default}
+            has_default = field.default is not dataclasses.MISSING
+            options: dict[str, Any] = {"default": field.default} if has_default else {}
             if kind is bool:
                 options["action"] = argparse.BooleanOptionalAction
             elif typing.get_origin(kind) is Literal:

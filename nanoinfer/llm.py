@@ -32,7 +32,7 @@ from nanoinfer.model_config import ModelConfig, as_list, load_generation_config
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.outputs import EngineStats, RequestOutput
 from nanoinfer.request import Request
-from nanoinfer.sampling_params import SamplingParams
+from nanoinfer.sampling_params import SamplingParams, check_params
 from nanoinfer.scheduler import Scheduler
 from nanoinfer.sequence import Sequence
 from nanoinfer.tokenizer import (
@@ -282,11 +282,7 @@ class LLM:
             sampling_params = self.get_default_sampling_params()
         if isinstance(sampling_params, SamplingParams):
             sampling_params = [sampling_params] * len(each)
-        if len(sampling_params) != len(each):
-            raise ValueError(
-                f"sampling_params: got {len(sampling_params)} for {len(each)} prompts; "
-                "need one, or one for each"
-            )
+        check_params(sampling_params, len(each))
         pairs = zip(each, sampling_params, strict=True)
         return [self.engine.make_request(prompt, params) for prompt, params in pairs]
 

@@ -13,6 +13,7 @@ reaches the network unless the user gave a hub id.
 """
 
 import json
+import os
 import re
 from pathlib import Path
 
@@ -41,25 +42,24 @@ def find_checkpoint(model: str | Path) -> Path:
     Raises ValueError when there is none.
     """
     path = Path(model).expanduser()
-    if path.is_dir():
+    name = str(model)
+    if name and os.path.isdir(path):
         return path
-    if path.suffix == ".gguf":
+    if path.suffix == ".gguf" and os.path.isfile(path):
         from nanoinfer.gguf import convert_gguf
 
         return convert_gguf(path)
-    if path.is_file():
-        raise ValueError(f"model: {path} is a file; need a folder, a .gguf file or a hub id")
-    if not _HUB_ID.match(str(model)):
-        raise ValueError(
-            f"model: {str(model)!r} is neither a folder nor a .gguf file nor a hub id (owner/name)"
-        )
+    if not _HUB_ID.match(name) or path.suffix == ".gguf" or os.path.isfile(path):
+        what = "is a file" if os.path.isfile(path) else "is not there"
+        need = "need a folder, a .gguf file or a hub id (owner/name)"
+        raise ValueError(f"model: {name!r:.200} {what}; {need}")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(str(model), allow_patterns=_HUB_FILES))
+        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
     except Exception as error:
         raise ValueError(
-            f"model: {str(model)!r} is no local folder, and could not be had from the hub "
+            f"model: {name!r} is no local folder, and could not be had from the hub "
             f"({type(error).__name__}); check the id and the network, or pass a local folder"
         ) from error
 
@@ -76,7 +76,9 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
                     continue
                 target, shard = _target(name)
                 if (target, shard) not in missing:
-                    raise ValueError(f"{path}: unexpected tensor {name!r}; wrong architecture?")
+                    raise ValueError(
+                        f"{path}: tensor {name!r} is there twice, or not part of this architecture"
+                    )
                 _copy(_destination(model, target, shard), file.get_tensor(name), name, path)
                 missing.remove((target, shard))
     head, embedding = ("lm_head.weight", ""), parameters["model.embed_tokens.weight"]
@@ -85,15 +87,21 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
         missing.discard(head)
     if missing:
         name, shard = min(missing)
-        what = f"{name} (part {shard})" if shard else name
-        raise ValueError(f"{folder}: {len(missing)} tensors are missing, first {what!r}")
+        parent, _, kind = name.rpartition(".")
+        name = f"{parent.rpartition('.')[0]}.{shard}.{kind}" if shard else name
+        raise ValueError(
+            f"{folder}: {name!r} is missing, in all {len(missing)} tensor(s); download it again"
+        )
 
 
 def _find_files(folder: Path) -> list[Path]:
     """The safetensors files of a checkpoint, all of them present."""
     index = folder / "model.safetensors.index.json"
     if index.is_file():
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, LookupError, TypeError, AttributeError) as error:
+            raise ValueError(f"{index}: not an index of tensors; download it again") from error
         for name in names:
             if not (folder / name).is_file():
                 raise ValueError(
@@ -123,10 +131,9 @@ def _open(path: Path) -> safe_open:
 
 def _target(name: str) -> tuple[str, str]:
     """Checkpoint name -> (parameter name, which part of it)."""
-    *parents, module, kind = name.split(".")
-    if module in _FUSED:
-        return ".".join((*parents, _FUSED[module], kind)), module
-    return name, ""
+    parent, _, kind = name.rpartition(".")
+    above, _, module = parent.rpartition(".")
+    return (f"{above}.{_FUSED[module]}.{kind}", module) if module in _FUSED else (name, "")
 
 
 def _shards(model: nn.Module, parameter: str) -> list[str]:

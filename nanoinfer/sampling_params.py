@@ -7,6 +7,7 @@ as vLLM's examples do; the engine takes a checked copy when the request is added
 
 import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,10 +42,8 @@ class SamplingParams:
     detokenize: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.stop, str):
-            self.stop = [self.stop]
-        self.stop = list(self.stop or [])
-        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.stop = _as_list([self.stop] if isinstance(self.stop, str) else self.stop)
+        self.stop_token_ids = _as_list(self.stop_token_ids)
         for name, (need, ok) in _CHECKS.items():
             value = getattr(self, name)
             if not ok(value):
@@ -78,7 +77,30 @@ class SamplingParams:
         return dataclasses.replace(self, **changes)
 
 
+def check_params(each: Any, num_prompts: int) -> None:
+    """One SamplingParams for each prompt, or an error that says what is there instead."""
+    if not isinstance(each, list | tuple) or not all(isinstance(p, SamplingParams) for p in each):
+        raise TypeError(
+            f"sampling_params: got {each!r:.80}, need SamplingParams, or a list of them"
+        )
+    if len(each) != num_prompts:
+        raise ValueError(
+            f"sampling_params: got {len(each)} for {num_prompts} prompts; need one, or one for each"
+        )
+
+
 _GENERATION_FIELDS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def _as_list(value: Any) -> Any:
+    """A copy as a list; what cannot be one is left for the check to refuse."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, list | tuple | set | frozenset) else value
+
+
+def _is_list(value: Any, is_good: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and all(map(is_good, value))
 
 
 def _is_int(value: Any, low: int) -> bool:
@@ -111,8 +133,8 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "repetition_penalty": ("a number > 0", lambda v: _is_number(v, 0, math.inf) and v > 0),
     "logit_bias": ("a dict of token id to bias in [-100, 100]", _is_logit_bias),
     "seed": ("None or an integer", lambda v: v is None or _is_int(v, -(2**63))),
-    "stop": ("non-empty strings", lambda v: all(isinstance(s, str) and s for s in v)),
-    "stop_token_ids": ("integers >= 0", lambda v: all(_is_int(i, 0) for i in v)),
+    "stop": ("non-empty strings", lambda v: _is_list(v, lambda s: isinstance(s, str) and s != "")),
+    "stop_token_ids": ("integers >= 0", lambda v: _is_list(v, lambda i: _is_int(i, 0))),
     "include_stop_str_in_output": _FLAG,
     "ignore_eos": _FLAG,
     "min_tokens": ("an integer >= 0", lambda v: _is_int(v, 0)),

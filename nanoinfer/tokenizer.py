@@ -9,17 +9,19 @@ Encoding, decoding and chat templates are the `tokenizers` and `transformers` li
 the incremental part.
 """
 
-import operator
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
+from numbers import Integral
 from pathlib import Path
 from typing import Any
 
 from nanoinfer.sampling_params import SamplingParams
 
 Prompt = str | list[int] | Mapping[str, Any]
+_PROMPT_FORMS = "text, a list of token ids or a dict of one of them"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _REPLACEMENT = "\ufffd"  # what decoders show for bytes that are not, or not yet, a character
+_LONGEST_OPEN = 3
 
 
 class Tokenizer:
@@ -56,7 +58,14 @@ class Tokenizer:
         Text gets the special tokens that the tokenizer adds (BOS).
         """
         text, ids = _unwrap_prompt(prompt)
-        return text, self.require("text prompt").encode(text) if ids is None else ids
+        if text is None and ids is None:
+            raise ValueError(f"prompt: got None, need {_PROMPT_FORMS}")
+        if ids is None:
+            try:
+                ids = self.require("text prompt").encode(text)
+            except TypeError as error:  # a lone surrogate, say
+                raise ValueError(f"prompt: got {text!r:.80}, need Unicode text") from error
+        return text, ids
 
     def encode_chat(
         self, chat_template: str | None, *, messages: list[dict], **template_kwargs: Any
@@ -92,8 +101,10 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
     """One prompt in any form, or several of them -> a list. A list of ints is one prompt."""
     if isinstance(prompts, str | Mapping):
         return [prompts]
+    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
+        raise ValueError(f"prompts: got {prompts!r:.80}, need {_PROMPT_FORMS}, or a list of them")
     each = list(prompts)
-    return [each] if each and isinstance(each[0], int) else each
+    return [each] if each and isinstance(each[0], Integral) else each
 
 
 def _unwrap_prompt(prompt: Prompt) -> tuple[str | None, Any]:
@@ -104,26 +115,20 @@ def _unwrap_prompt(prompt: Prompt) -> tuple[str | None, Any]:
         return None, prompt
     unknown = set(prompt) - {"prompt", "prompt_token_ids"}
     if unknown or not prompt:
-        raise ValueError(
-            f"prompt: got keys {sorted(prompt)}, need 'prompt' (text) or 'prompt_token_ids' (list)"
-        )
+        got = sorted(prompt, key=str)
+        raise ValueError(f"prompt: got keys {got}, need 'prompt' (text) or 'prompt_token_ids'")
     text = prompt.get("prompt")
     if text is not None and not isinstance(text, str):
         raise ValueError(f"prompt: got {type(text).__name__} under 'prompt', need text")
-    ids = prompt.get("prompt_token_ids")
-    if text is None and ids is None:
-        raise ValueError("prompt: got None, need text or token ids")
-    return text, ids
+    return text, prompt.get("prompt_token_ids")
 
 
 def check_prompt(ids: Any, vocab_size: int, max_model_len: int) -> list[int]:
     """A prompt's token ids as ints that the model knows, and few enough."""
-    try:
-        ids = [operator.index(i) for i in ids]
-    except TypeError:
-        raise ValueError(
-            f"prompt: got {ids!r:.80}, need text, a list of token ids or a dict of one of them"
-        ) from None
+    is_list = isinstance(ids, Iterable) and not isinstance(ids, bytes)
+    if not is_list or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
+        raise ValueError(f"prompt: got {ids!r:.80}, need {_PROMPT_FORMS}")
+    ids = [int(i) for i in ids]
     if not ids:
         raise ValueError("prompt: got no tokens, need at least 1")
     check_vocabulary("prompt", ids, vocab_size)
@@ -153,8 +158,8 @@ class Detokenizer:
         ids:     . . . . [ a b | c d ]        text shown up to b, which ended on a whole
                          prefix  read         character; new = decode(a..d) - decode(a..b)
 
-    If the window ends in U+FFFD, its last bytes may still become a character: all but that one
-    are shown. (Decoders show an unfinished character as exactly one U+FFFD.)
+    If the window ends in U+FFFDs, its last bytes may still become a character: they are held back.
+    A character has at most 4 bytes, so after 4 tokens no more than 3 are.
     The window is the idea of vLLM's and TGI's `detokenize_incrementally`.
     """
 
@@ -171,10 +176,12 @@ class Detokenizer:
         """Add one token; returns the stop string that its text completes, if any."""
         self._ids.append(token_id)
         window = self._decode(self._ids[self._prefix :])
-        is_open = window.endswith(_REPLACEMENT)
+        num_open = len(window) - len(window.rstrip(_REPLACEMENT))
         start = len(self.text)
-        self._show(window[:-1] if is_open else window)
-        if not is_open:
+        is_overdue = len(self._ids) - self._read > _LONGEST_OPEN
+        num_held = min(num_open, _LONGEST_OPEN) if is_overdue else num_open
+        self._show(window[: len(window) - num_held])
+        if num_open == 0 and len(self.text) > start:
             self._prefix, self._read, self._shown = self._read, len(self._ids), 0
             self._old = self._decode(self._ids[self._prefix : self._read])
         return self._find_stop(start) if check_stop else None

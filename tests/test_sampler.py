@@ -176,6 +176,8 @@ def _cases(vocab_size: int) -> Iterator[tuple[str, Tensor]]:
     yield "flat", torch.zeros(vocab_size)
     yield "nearly flat", 0.1 * noise
     yield "peaked", 20 * noise
+    # Those below the cliff are many: together they win a fifth of the draws at 50,000.
+    yield "cliff", torch.where(torch.arange(vocab_size) % (vocab_size // 63 + 1) == 0, 0.0, -8.0)
     # Means of many equal scores round to either side of them.
     for level in (-0.0137, -0.0411, -1.3):
         yield (

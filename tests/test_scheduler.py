@@ -406,7 +406,7 @@ def test_reset_computes_everything_again_in_order():
     a, b, c = (add(scheduler, name, 5) for name in "abc")
     run_step(scheduler)
     scheduler.schedule()
-    scheduler.reset()
+    scheduler.reset([a, b, c])
     assert list(scheduler.waiting) == [a, b, c]
     assert scheduler.block_manager.num_free_blocks == 100
     assert run_step(scheduler) == [("a", 0, 6, True), ("b", 0, 6, True)]
@@ -433,12 +433,14 @@ def test_interrupt_while_scheduling_loses_no_sequence(num_calls: int):
     calls_left = num_calls
     with pytest.raises(KeyboardInterrupt):
         scheduler.schedule()
-    scheduler.reset()
+    scheduler.reset(seqs)
     calls_left = 1000
-    assert list(scheduler.waiting) == seqs
-    for seq in seqs:
-        scheduler.abort(seq)
-    assert not scheduler.has_work
+    assert scheduler.block_manager.num_free_blocks == 100
+    scheduler.abort(seqs[1])
+    while scheduler.has_work:
+        run_step(scheduler)
+    assert [len(seq) for seq in seqs] == [MAX_MODEL_LEN, 19, MAX_MODEL_LEN, MAX_MODEL_LEN]
+    assert scheduler.block_manager.num_free_blocks == 100
 
 
 def test_interrupt_while_preempting_loses_no_sequence(monkeypatch: pytest.MonkeyPatch):
@@ -450,5 +452,9 @@ def test_interrupt_while_preempting_loses_no_sequence(monkeypatch: pytest.Monkey
     monkeypatch.setattr(scheduler.block_manager, "free", interrupted)
     with pytest.raises(KeyboardInterrupt):
         scheduler.schedule()
-    scheduler.reset()
+    scheduler.reset(seqs)
     assert list(scheduler.waiting) == seqs
+    assert run_step(scheduler) == [("a", 0, 5, True)]
+    scheduler.abort(seqs[1])
+    assert scheduler.running == seqs[:1]
+    assert not scheduler.waiting

@@ -186,7 +186,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
             with pytest.raises(KeyboardInterrupt):
                 self.scheduler.commit(step, interrupted())
-        self.scheduler.reset()
+        self.scheduler.reset(self.sequences)
         self.chains.clear()
         assert not self.scheduler.running
         assert self.scheduler.block_manager.num_free_blocks == self.num_blocks

@@ -27,7 +27,8 @@ CPP_FILES = sorted(
 # The first pattern that fits a file holds, so exact names stand before `*`.
 BUDGETS = {
     "llm.py": 250,
-    "config.py": 220,
+    "config.py": 120,
+    "model_config.py": 150,
     "sampling_params.py": 120,
     "request.py": 120,
     "sequence.py": 120,
@@ -56,7 +57,7 @@ BUDGETS = {
 # What a reader of Qwen3's text path reads.
 TEXT_PATH = [
     *("llm.py", "config.py", "sampling_params.py", "request.py", "sequence.py", "outputs.py"),
-    "tokenizer.py",
+    *("model_config.py", "tokenizer.py"),
     *("scheduler.py", "block_manager.py", "batch.py", "model_runner.py", "loader.py", "sampler.py"),
     *("layers/linear.py", "layers/rotary_embedding.py", "layers/layernorm.py"),
     *("layers/attention.py", "layers/activation.py", "models/qwen3.py"),
@@ -83,6 +84,7 @@ STAGES = {
     "layers": 6,
     "kernels": 7,
     "config": 8,
+    "model_config": 8,
     "sampling_params": 8,
     "outputs": 8,
 }

@@ -8,6 +8,7 @@ whole engine, slowly, and is what the others are compared with.
 
 import logging
 from collections.abc import Callable
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -44,9 +45,15 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
     if use_compile:
         elementwise = ("rms_norm", "add_rms_norm", "rotary", "silu_mul")
         for op in elementwise:
-            compiled: Any = torch.compile(getattr(table, op), dynamic=True, fullgraph=True)
+            own = _own_copy(getattr(table, op))
+            compiled: Any = torch.compile(own, dynamic=True, fullgraph=True)
             table = table._replace(**{op: compiled})
     return table
+
+
+def _own_copy(function: Any) -> FunctionType:
+    """torch.compile keeps graphs by code object, a few for each: engines must not share one."""
+    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
 
 
 def _cpu_kernels() -> Kernels:
