@@ -163,7 +163,7 @@ def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch
             penalties.append((row, ids, -p.presence_penalty - p.frequency_penalty * counts))
     return SamplingBatch(
         temperatures=upload([p.temperature for p in params], np.float32),
-        top_k=upload([max(p.top_k, 0) for p in params], np.int64),
+        top_k=upload([min(max(p.top_k, 0), 2**31) for p in params], np.int64),
         top_p=upload([p.top_p for p in params], np.float32),
         min_p=upload([p.min_p for p in params], np.float32),
         seeds=upload([seq.seed for seq in seqs], np.int64),

@@ -27,6 +27,7 @@ import xxhash
 from nanoinfer.sequence import Sequence
 
 ROOT = 0  # chain id of "no tokens yet"
+NULL_BLOCK = 0
 
 
 class BlockContent(NamedTuple):
@@ -55,6 +56,7 @@ class BlockManager:
         self._contents: dict[int, BlockContent] = {}  # block id -> what it is registered for
         self._chain_ids: dict[int, int] = {}  # block id -> id of the chain that ends in it
         self._by_hash: dict[int, int] = {}  # hash of a content -> block id
+        self._twins: dict[int, int] = {}  # duplicate block -> the one that is registered
         self._next_chain_id = ROOT + 1
 
     @property
@@ -83,7 +85,9 @@ class BlockManager:
 
     def next_content(self, seq: Sequence, blocks: list[int]) -> BlockContent | None:
         """What the block behind `blocks` will hold; None while its tokens are not all known."""
-        if not self._enable_prefix_caching or len(seq) < (len(blocks) + 1) * self.block_size:
+        if not self._enable_prefix_caching or seq.wants_prompt_logprobs:
+            return None
+        if len(seq) < (len(blocks) + 1) * self.block_size:
             return None
         parent = self._chain_ids[blocks[-1]] if blocks else ROOT
         return self._content(seq, len(blocks), parent)
@@ -131,9 +135,11 @@ class BlockManager:
             return
         for i in range(seq.num_registered_blocks, seq.num_computed // self.block_size):
             content = self._content(seq, i, seq.chain_id)
-            twin = self._lookup(content)
-            if twin is None:
-                twin = seq.block_table[i]
+            own, twin = seq.block_table[i], self._lookup(content)
+            if twin is not None:
+                self._twins[own] = twin
+            else:
+                twin = own
                 self._chain_ids[twin] = self._next_chain_id
                 self._next_chain_id += 1
                 self._contents[twin] = content
@@ -147,6 +153,9 @@ class BlockManager:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 self._free[block] = None
+                twin = self._twins.pop(block, NULL_BLOCK)
+                if twin in self._free:  # later blocks hang behind the twin: it was used just now
+                    self._free.move_to_end(twin)
                 if block not in self._contents:  # holds nothing that can be found: reuse it first
                     self._free.move_to_end(block, last=False)
         seq.block_table = []

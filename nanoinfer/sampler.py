@@ -151,7 +151,7 @@ def _top_p_threshold(scores: Tensor, values: Tensor, threshold: Tensor, top_p: f
     """The score at which the mass of the scores from the top down first reaches `top_p`.
 
     The few largest, `values`, mostly hold it. Else it is searched as in quickselect: split what is
-    left at its mean and go on with the half where the mass is reached.
+    left in the middle of its range and go on with the part where the mass is reached.
     """
     pool = scores if values[-1] >= threshold else values  # all that are kept are in it
     pool = pool[(pool >= threshold) & (pool > -math.inf)]
@@ -160,9 +160,11 @@ def _top_p_threshold(scores: Tensor, values: Tensor, threshold: Tensor, top_p: f
     if found is not None:
         return found
     while pool.numel() > _SORTED_AT_ONCE:
-        is_upper = pool >= pool.mean()
-        if is_upper.all():  # equal scores
-            return pool[0]
+        low, high = pool.aminmax()
+        if low == high:
+            return low
+        middle = (low + high) / 2
+        is_upper = pool >= torch.where(middle > low, middle, high)  # neighbours round to `low`
         mass = pool[is_upper].exp().sum(dtype=torch.float64)
         if mass >= target:
             pool = pool[is_upper]

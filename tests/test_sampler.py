@@ -39,7 +39,7 @@ def no_endless_loop() -> Iterator[None]:
         raise TimeoutError("a search that does not end")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(30)
+    signal.alarm(20)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)

@@ -1,6 +1,7 @@
 """SwiGLU: gate and up come from one GEMM, are combined in one pass, and go down again."""
 
-import torch
+from typing import Any
+
 from torch import Tensor, nn
 
 from nanoinfer.kernels import Kernels
@@ -8,21 +9,15 @@ from nanoinfer.layers.linear import Linear
 
 
 class MLP(nn.Module):
-    """down(silu(gate(x)) * up(x))."""
+    """down(silu(gate(x)) * up(x)); `factory` is the dtype and device of the weights."""
 
     def __init__(
-        self,
-        hidden_size: int,
-        intermediate_size: int,
-        kernels: Kernels,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, hidden_size: int, intermediate_size: int, kernels: Kernels, **factory: Any
     ) -> None:
         super().__init__()
         sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, sizes, dtype=dtype, device=device)
-        self.down_proj = Linear(intermediate_size, hidden_size, dtype=dtype, device=device)
+        self.gate_up_proj = Linear(hidden_size, sizes, **factory)
+        self.down_proj = Linear(intermediate_size, hidden_size, **factory)
         self._kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:

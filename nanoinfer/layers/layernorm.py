@@ -7,6 +7,8 @@ The second call is why a decoder layer hands `residual` on instead of adding it 
 its norm read and write the stream once together, where two steps would each do so.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -14,21 +16,13 @@ from nanoinfer.kernels import Kernels
 
 
 class RMSNorm(nn.Module):
-    def __init__(
-        self,
-        hidden_size: int,
-        eps: float,
-        kernels: Kernels,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
-    ) -> None:
+    """`factory` is the dtype and device of the weight."""
+
+    def __init__(self, hidden_size: int, eps: float, kernels: Kernels, **factory: Any) -> None:
         super().__init__()
         self.eps = eps
         self._kernels = kernels
-        self.weight = nn.Parameter(
-            torch.empty(hidden_size, dtype=dtype, device=device), requires_grad=False
-        )
+        self.weight = nn.Parameter(torch.empty(hidden_size, **factory), requires_grad=False)
 
     def forward(self, x: Tensor, residual: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """x, residual [..., N]; statistics in fp32 of the sum rounded to x's dtype."""

@@ -10,30 +10,33 @@ reads at 1.6 times the rate of the plain one for few rows. The plain copy is dro
 held twice. M rows of x, K inputs, N outputs.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 
 class Linear(nn.Module):
-    """One weight; `shards` names the checkpoint's parts stacked in it, with their sizes."""
+    """One weight; `out_features` may name the checkpoint's parts stacked in it, with their sizes.
+
+    `factory` is the dtype and device of the parameters.
+    """
 
     def __init__(
         self,
         in_features: int,
         out_features: int | dict[str, int],
-        *,
         bias: bool = False,
-        dtype: torch.dtype,
-        device: torch.device,
+        **factory: Any,
     ) -> None:
         super().__init__()
         self.shards = out_features if isinstance(out_features, dict) else {"": out_features}
         self.in_features = in_features
         self.out_features = sum(self.shards.values())
         shape = (self.out_features, in_features)
-        self.weight = _parameter(torch.empty(shape, dtype=dtype, device=device))
-        self.bias = _parameter(torch.empty(shape[:1], dtype=dtype, device=device)) if bias else None
+        self.weight = _parameter(torch.empty(shape, **factory))
+        self.bias = _parameter(torch.empty(shape[:1], **factory)) if bias else None
         self._packed: Tensor | None = None
 
     def part(self, name: str, shard: str) -> Tensor:

@@ -16,7 +16,6 @@ T tokens, H query heads, KV key-value heads, D head dim, E hidden, V vocabulary,
 
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from nanoinfer.batch import Batch
@@ -109,18 +108,14 @@ class CausalLM(nn.Module):
     """Decoder and head. `factory` is the dtype and device of the parameters."""
 
     def __init__(
-        self,
-        config: ModelConfig,
-        max_position: int,
-        kernels: Kernels,
-        *,
-        dtype: torch.dtype,
-        device: torch.device,
+        self, config: ModelConfig, max_position: int, kernels: Kernels, **factory: Any
     ) -> None:
         super().__init__()
-        self._cache_spec = KVCacheSpec(config.num_key_value_heads, config.head_dim, dtype)
-        self.model = Decoder(config, max_position, kernels, dtype=dtype, device=device)
-        self.lm_head = Embedding(config.vocab_size, config.hidden_size, dtype=dtype, device=device)
+        self._cache_spec = KVCacheSpec(
+            config.num_key_value_heads, config.head_dim, factory["dtype"]
+        )
+        self.model = Decoder(config, max_position, kernels, **factory)
+        self.lm_head = Embedding(config.vocab_size, config.hidden_size, **factory)
 
     def tie_weights(self) -> None:
         self.lm_head.weight = self.model.embed_tokens.weight
