@@ -130,7 +130,7 @@ _CHECKS: dict[str, tuple[str, Any]] = {
     "min_p": ("a number in [0, 1]", lambda v: _is_number(v, 0, 1)),
     "presence_penalty": ("a number in [-2, 2]", lambda v: _is_number(v, -2, 2)),
     "frequency_penalty": ("a number in [-2, 2]", lambda v: _is_number(v, -2, 2)),
-    "repetition_penalty": ("a number > 0", lambda v: _is_number(v, 0, math.inf) and v > 0),
+    "repetition_penalty": ("a number in [0.01, 100]", lambda v: _is_number(v, 0.01, 100)),
     "logit_bias": ("a dict of token id to bias in [-100, 100]", _is_logit_bias),
     "seed": ("None or an integer", lambda v: v is None or _is_int(v, -(2**63))),
     "stop": ("non-empty strings", lambda v: _is_list(v, lambda s: isinstance(s, str) and s != "")),

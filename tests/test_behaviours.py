@@ -435,6 +435,12 @@ def test_nothing_of_a_stop_string_is_streamed_and_no_more_is_held_back(
         assert (text, part.finish_reason, part.stop_reason) == (free.text[:end], "stop", stop)
 
 
+def test_tail_that_repeats_is_held_back_only_as_far_as_the_stop_string_goes(llm):
+    params = GREEDY.clone(logit_bias={ord("q"): 100}, stop="qqq#")
+    shown = [len(item.outputs[0].text) for item in llm.stream("Hello", params)]
+    assert shown == [0] * 3 + [1] * 8 + [4]
+
+
 def test_held_back_tail_is_flushed_at_every_kind_of_end(llm):
     free = answer_of(llm, "Hello", SPELL)
     stop = free.text[8:12] + "#"
@@ -1215,6 +1221,23 @@ def test_prompt_logprobs_are_transformers(make, tiny_qwen3, prompts, how, kernel
             check_row(output.prompt_logprobs[t], expected[t - 1], prompt[t], count, decode)
         for ids in ids_of([output]):
             assert ids[:12] == hf_greedy(tiny_qwen3, prompt, 12)
+
+
+def test_prompt_logprobs_are_whole_after_preemption_amid_the_prompt(make, tiny_qwen3, prompts):
+    """The first request's answer grows and takes the blocks that the second's prompt needs."""
+    llm = make(num_kv_blocks=9, max_model_len=144, max_num_batched_tokens=3)
+    params = [GREEDY.clone(max_tokens=120), GREEDY.clone(prompt_logprobs=0, n=2)]
+    prompt, num_preempted = prompts[100], 0
+    for last in llm.stream([prompts[B], prompt], params):
+        if last.prompt_token_ids == prompts[B]:  # the other has no token yet
+            num_preempted = llm.stats().preemptions
+    assert num_preempted > 0
+    assert len(last.prompt_logprobs) == len(prompt)
+    expected = hf_logprobs(tiny_qwen3, prompt)
+    for t in range(1, len(prompt)):
+        row = last.prompt_logprobs[t]
+        assert list(row) == [prompt[t]]
+        assert row[prompt[t]].logprob == pytest.approx(float(expected[t - 1, prompt[t]]), abs=1e-4)
 
 
 # Processes
