@@ -162,7 +162,7 @@ def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch
             ids, counts = np.unique(np.array(seq.output_token_ids, np.int64), return_counts=True)
             penalties.append((row, ids, -p.presence_penalty - p.frequency_penalty * counts))
     return SamplingBatch(
-        temperatures=upload([p.temperature for p in params], np.float32),
+        temperatures=upload([min(p.temperature, 1e30) for p in params], np.float32),
         top_k=upload([min(max(p.top_k, 0), 2**31) for p in params], np.int64),
         top_p=upload([p.top_p for p in params], np.float32),
         min_p=upload([p.min_p for p in params], np.float32),

@@ -16,7 +16,7 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from collections.abc import Sequence as Seq
 from pathlib import Path
 from typing import Any
@@ -31,18 +31,18 @@ from nanoinfer.loader import find_checkpoint
 from nanoinfer.model_config import ModelConfig, as_list, load_generation_config
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.outputs import EngineStats, RequestOutput
-from nanoinfer.request import Request
-from nanoinfer.sampling_params import SamplingParams, check_params
-from nanoinfer.scheduler import Scheduler
-from nanoinfer.sequence import Sequence
-from nanoinfer.tokenizer import (
-    Detokenizer,
+from nanoinfer.prompts import (
     Prompt,
-    Tokenizer,
+    as_conversations,
     as_prompt_list,
     check_prompt,
     check_vocabulary,
 )
+from nanoinfer.request import Request
+from nanoinfer.sampling_params import SamplingParams, check_params
+from nanoinfer.scheduler import Scheduler
+from nanoinfer.sequence import Sequence
+from nanoinfer.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger("nanoinfer")
 
@@ -243,8 +243,7 @@ class LLM:
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
         """Answer one conversation or a list of them, through the model's chat template."""
-        is_single = bool(messages) and isinstance(messages[0], Mapping)
-        conversations: Any = [messages] if is_single else messages
+        conversations = as_conversations(messages)
         encode = functools.partial(
             self.engine.tokenizer.encode_chat,
             chat_template,

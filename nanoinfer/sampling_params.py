@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
-@dataclass(kw_only=True)
+@dataclass(kw_only=True, slots=True)
 class SamplingParams:
     """How to generate. Raises ValueError naming field, value and what is needed.
 

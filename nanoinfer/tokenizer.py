@@ -9,16 +9,13 @@ Encoding, decoding and chat templates are the `tokenizers` and `transformers` li
 the incremental part.
 """
 
-from collections.abc import Iterable, Mapping
 from collections.abc import Sequence as Ids
-from numbers import Integral
 from pathlib import Path
 from typing import Any
 
+from nanoinfer.prompts import PROMPT_FORMS, Prompt, unwrap_prompt
 from nanoinfer.sampling_params import SamplingParams
 
-Prompt = str | list[int] | Mapping[str, Any]
-_PROMPT_FORMS = "text, a list of token ids or a dict of one of them"
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
 _REPLACEMENT = "\ufffd"  # what decoders show for bytes that are not, or not yet, a character
 _LONGEST_OPEN = 3
@@ -57,9 +54,9 @@ class Tokenizer:
 
         Text gets the special tokens that the tokenizer adds (BOS).
         """
-        text, ids = _unwrap_prompt(prompt)
+        text, ids = unwrap_prompt(prompt)
         if text is None and ids is None:
-            raise ValueError(f"prompt: got None, need {_PROMPT_FORMS}")
+            raise ValueError(f"prompt: got None, need {PROMPT_FORMS}")
         if ids is None:
             try:
                 ids = self.require("text prompt").encode(text)
@@ -95,58 +92,6 @@ class Tokenizer:
         if backend is not None:  # the Rust library without transformers' Python around it
             return backend.decode(ids, skip_special_tokens)
         return hf.decode(ids, skip_special_tokens=skip_special_tokens)
-
-
-def as_prompt_list(prompts: Any) -> list[Prompt]:
-    """One prompt in any form, or several of them -> a list. A list of ints is one prompt."""
-    if isinstance(prompts, str | Mapping):
-        return [prompts]
-    if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
-        raise ValueError(f"prompts: got {prompts!r:.80}, need {_PROMPT_FORMS}, or a list of them")
-    each = list(prompts)
-    return [each] if each and isinstance(each[0], Integral) else each
-
-
-def _unwrap_prompt(prompt: Prompt) -> tuple[str | None, Any]:
-    """A prompt in any form -> (its text if given, its token ids if given)."""
-    if isinstance(prompt, str):
-        return prompt, None
-    if not isinstance(prompt, Mapping):
-        return None, prompt
-    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-    if unknown or not prompt:
-        got = sorted(prompt, key=str)
-        raise ValueError(f"prompt: got keys {got}, need 'prompt' (text) or 'prompt_token_ids'")
-    text = prompt.get("prompt")
-    if text is not None and not isinstance(text, str):
-        raise ValueError(f"prompt: got {type(text).__name__} under 'prompt', need text")
-    return text, prompt.get("prompt_token_ids")
-
-
-def check_prompt(ids: Any, vocab_size: int, max_model_len: int) -> list[int]:
-    """A prompt's token ids as ints that the model knows, and few enough."""
-    is_list = isinstance(ids, Iterable) and not isinstance(ids, bytes)
-    if not is_list or not all(isinstance(i, Integral) and not isinstance(i, bool) for i in ids):
-        raise ValueError(f"prompt: got {ids!r:.80}, need {_PROMPT_FORMS}")
-    ids = [int(i) for i in ids]
-    if not ids:
-        raise ValueError("prompt: got no tokens, need at least 1")
-    check_vocabulary("prompt", ids, vocab_size)
-    if len(ids) >= max_model_len:
-        raise ValueError(
-            f"prompt: got {len(ids)} tokens, need fewer than max_model_len = {max_model_len}; "
-            "shorten the prompt or raise max_model_len"
-        )
-    return ids
-
-
-def check_vocabulary(what: str, ids: list[int], vocab_size: int) -> None:
-    """All ids must be the model's (whose vocabulary may be larger than the tokenizer's)."""
-    for token_id in (min(ids, default=0), max(ids, default=0)):
-        if not 0 <= token_id < vocab_size:
-            raise ValueError(
-                f"{what}: token id {token_id} is outside the vocabulary of {vocab_size}"
-            )
 
 
 class Detokenizer:

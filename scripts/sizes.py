@@ -11,7 +11,9 @@ import io
 import tokenize
 from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "nanoinfer"
+import nanoinfer
+
+PACKAGE = Path(nanoinfer.__file__).parent
 # In the order in which a request meets them.
 FILES = [
     "llm.py",
@@ -21,6 +23,7 @@ FILES = [
     "model_config.py",
     "gguf.py",
     "demo.py",
+    "prompts.py",
     "tokenizer.py",
     "request.py",
     "sequence.py",
@@ -56,8 +59,7 @@ def count_lines(text: str) -> int:
         if token.type not in _SKIPPED:
             lines.update(range(token.start[0], token.end[0] + 1))
     for node in ast.walk(ast.parse(text)):
-        is_string = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        if is_string and isinstance(node.value.value, str):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant):
             lines.difference_update(range(node.lineno, (node.end_lineno or node.lineno) + 1))
     return len(lines)
 
@@ -76,11 +78,11 @@ def table() -> str:
         if name == "kernels/*":
             paths = sorted(p for p in (PACKAGE / "kernels").iterdir() if p.suffix != ".pyc")
             paths = [p for p in paths if p.is_file()]
-            what = "One op a file: formula and reference, and its C++ twin; their table and build."
+            what = "One op a file: formula and reference, and its C++ twin; their table and build"
         else:
             paths = [PACKAGE / name]
             docstring = ast.get_docstring(ast.parse(paths[0].read_text())) or ""
-            what = docstring.splitlines()[0]
+            what = docstring.splitlines()[0].rstrip(".")
         rows.append(f"| `{name}` | {what} | {sum(map(count_file, paths))} |")
     return "\n".join(rows)
 

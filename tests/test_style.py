@@ -30,6 +30,7 @@ BUDGETS = {
     "config.py": 120,
     "model_config.py": 150,
     "sampling_params.py": 120,
+    "prompts.py": 80,
     "request.py": 120,
     "sequence.py": 120,
     "outputs.py": 120,
@@ -58,7 +59,7 @@ BUDGETS = {
 # What a reader of Qwen3's text path reads.
 TEXT_PATH = [
     *("llm.py", "config.py", "sampling_params.py", "request.py", "sequence.py", "outputs.py"),
-    *("model_config.py", "tokenizer.py"),
+    *("model_config.py", "prompts.py", "tokenizer.py"),
     *("scheduler.py", "block_manager.py", "batch.py", "model_runner.py", "loader.py", "sampler.py"),
     *("layers/linear.py", "layers/rotary_embedding.py", "layers/layernorm.py"),
     *("layers/attention.py", "layers/activation.py", "models/qwen3.py"),
@@ -72,6 +73,7 @@ MAX_MEDIAN_TOKENS_OF_A_FILE = 14  # formulas are denser than the rest
 # was chosen, asked and returned. gguf and demo have no place: they end in a folder.
 STAGES = {
     "llm": 0,
+    "prompts": 1,
     "request": 1,
     "sequence": 1,
     "tokenizer": 1,

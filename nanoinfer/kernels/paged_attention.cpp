@@ -12,10 +12,10 @@
 //     p[key][row] = 2^(s - max so far)         online softmax, as in FlashAttention
 //     o[row]      = o[row] * decay + sum over keys of p[key][row] * v[key]
 //
-// The lanes of a vector are query rows in the first two lines (the queries are transposed once, the
-// keys never, and the softmax has no horizontal step) and head dimensions in the third. With few
-// rows, as in decoding, bandwidth is what counts: keys and values go straight from the cache into
-// registers; with many, a tile of them is widened to fp32 once and used for all rows.
+// With many rows, a tile of keys is widened to fp32 once and used for all of them; the lanes of a
+// vector are rows (the queries are transposed once, the keys never), so that neither scores nor
+// softmax have a horizontal step. With few rows, as in decoding, bandwidth is what counts: keys and
+// values go straight from the cache into registers, and the lanes are head dimensions, then keys.
 //
 // Shapes: T tokens, S sequences, H query heads, KV kv heads, G = H / KV, D head dim (width: D
 // rounded up to whole vectors), M blocks in a row of the table, B tokens in a block.
@@ -41,6 +41,10 @@ constexpr int ROWS = 64, KEYS = 64;  // a tile of scores
 constexpr int SPLIT = 256;           // keys of an item, if one tile holds all rows of its sequence
 constexpr int STREAM_ROWS = 4;       // up to here keys are not worth widening
 
+// How scores lie: in a tile a vector holds rows, for few rows it holds keys.
+struct Tile { static constexpr int64_t row_step = 1, key_step = ROWS; };
+struct Stream { static constexpr int64_t row_step = KEYS, key_step = 1; };
+
 // s of R rows: q is [row][width], keys come from the cache.
 template <int R, class T>
 void stream_scores(const float* q, const T* const* k, int n, int64_t width, float* s) {
@@ -50,7 +54,7 @@ void stream_scores(const float* q, const T* const* k, int n, int64_t width, floa
       const vf x = load(k[key] + d);
       for (int r = 0; r < R; r++) acc[r] += x * load(q + r * width + d);
     }
-    for (int r = 0; r < R; r++) s[key * ROWS + r] = sum(acc[r]);
+    for (int r = 0; r < R; r++) s[r * KEYS + key] = sum(acc[r]);
   }
 }
 
@@ -84,8 +88,29 @@ void softmax(float* s, int n, float* m, float* l, float* decay) {
   store(m, top), store(l, total), store(decay, old);
 }
 
+// The same for one row whose scores lie side by side.
+void softmax_of_row(float* s, int n, float* m, float* l, float* decay) {
+  while (n % W != 0) s[n++] = -INFINITY;
+  vf top = vf{} + *m;
+  for (int key = 0; key < n; key += W) {
+    const vf x = load(s + key);
+    top = x > top ? x : top;
+  }
+  float highest = top[0];
+  for (int i = 1; i < W; i++) highest = std::max(highest, top[i]);
+  vf total = {};
+  for (int key = 0; key < n; key += W) {
+    const vf p = exp2(load(s + key) - highest);
+    store(s + key, p);
+    total += p;
+  }
+  *decay = std::exp2(*m - highest);
+  *l = *l * *decay + sum(total);
+  *m = highest;
+}
+
 // o = o * decay + p v for R rows and C vectors of head dimensions, from column d on.
-template <int R, int C, class T>
+template <class Layout, int R, int C, class T>
 void add_values(const float* p, const T* const* v, int n, const float* decay, float* o, int64_t d,
                 int64_t width) {
   vf acc[R][C];
@@ -94,22 +119,22 @@ void add_values(const float* p, const T* const* v, int n, const float* decay, fl
   for (int key = 0; key < n; key++)
     for (int c = 0; c < C; c++) {
       const vf x = load(v[key] + d + c * W);
-      for (int r = 0; r < R; r++) acc[r][c] += x * p[key * ROWS + r];
+      for (int r = 0; r < R; r++) acc[r][c] += x * p[key * Layout::key_step + r * Layout::row_step];
     }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) store(o + r * width + d + c * W, acc[r][c]);
 }
 
-template <class T>
+template <class Layout, class T>
 void add_all_values(int rows, const float* p, const T* const* v, int n, const float* decay,
                     float* o, int64_t width) {
   in_groups(rows, [&](auto group, int r) {
     constexpr int R = group, C = std::min(8, ACCUMULATORS / R);
     int64_t d = 0;
     for (; d + C * W <= width; d += C * W)
-      add_values<R, C>(p + r, v, n, decay + r, o + r * width, d, width);
+      add_values<Layout, R, C>(p + r * Layout::row_step, v, n, decay + r, o + r * width, d, width);
     for (; d < width; d += W)
-      add_values<R, 1>(p + r, v, n, decay + r, o + r * width, d, width);
+      add_values<Layout, R, 1>(p + r * Layout::row_step, v, n, decay + r, o + r * width, d, width);
   });
 }
 
@@ -196,7 +221,7 @@ template <class T> struct Attention {
       find_keys(it.sequence, kv, begin, n, k, v);
       if (stream) {
         in_groups(rows, [&](auto group, int r) {
-          stream_scores<group>(queries + r * width, k, n, width, s + r);
+          stream_scores<group>(queries + r * width, k, n, width, s + r * KEYS);
         });
       } else {
         for (int key = 0; key < n; key++) {
@@ -207,10 +232,15 @@ template <class T> struct Attention {
         for (; r + W < lanes; r += 2 * W) tile_scores<2>(queries + r, wide_k, n, width, s + r);
         if (r < lanes) tile_scores<1>(queries + r, wide_k, n, width, s + r);
       }
-      hide_future(it, begin, n, s);
-      for (int r = 0; r < lanes; r += W) softmax(s + r, n, m + r, l + r, decay + r);
-      if (stream) add_all_values(rows, s, v, n, decay, o, width);
-      else add_all_values(rows, s, rows_of_v, n, decay, o, width);
+      if (stream) {
+        hide_future<Stream>(it, begin, n, s);
+        for (int r = 0; r < rows; r++) softmax_of_row(s + r * KEYS, n, m + r, l + r, decay + r);
+        add_all_values<Stream>(rows, s, v, n, decay, o, width);
+      } else {
+        hide_future<Tile>(it, begin, n, s);
+        for (int r = 0; r < lanes; r += W) softmax(s + r, n, m + r, l + r, decay + r);
+        add_all_values<Tile>(rows, s, rows_of_v, n, decay, o, width);
+      }
     }
   }
 
@@ -231,11 +261,12 @@ template <class T> struct Attention {
   //     key:             4 5 6 7
   //     row at place 5:  x x . .    a row sees keys up to its own position
   //     row at place 6:  x x x .
+  template <class Layout>
   void hide_future(const Item& it, int64_t begin, int n, float* s) const {
     for (int r = 0; r < it.rows; r++) {
       const int64_t seen = position(it.sequence, it.first_row + r) + 1 - begin;
       for (int64_t key = std::max<int64_t>(0, seen); key < n; key++)
-        s[key * ROWS + r] = -INFINITY;
+        s[key * Layout::key_step + r * Layout::row_step] = -INFINITY;
     }
   }
 

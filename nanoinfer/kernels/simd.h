@@ -42,12 +42,16 @@ void narrow(float x, bf16* p) {  // to nearest even; NaN stays NaN
   *p = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
 }
 
-float sum(vf x) {
-  float lane[W];
-  store(lane, x);
-  for (int n = W / 2; n > 0; n /= 2)
-    for (int i = 0; i < n; i++) lane[i] += lane[i + n];
-  return lane[0];
+template <int N> struct Half { typedef float type __attribute__((vector_size(2 * N))); };
+
+template <int N = W, class V> float sum(V x) {  // the halves are added until one lane is left
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    typename Half<N>::type halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return sum<N / 2>(halves[0] + halves[1]);
+  }
 }
 
 vf exp2(vf x) {  // for x <= 0, relative error about 2e-7; 2^-inf is 0, NaN stays NaN
