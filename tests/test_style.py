@@ -51,7 +51,7 @@ BUDGETS = {
     "layers/embedding.py": 150,
     "models/qwen3.py": 250,
     "kernels/*.py": 200,
-    "kernels/paged_attention.cpp": 270,
+    "kernels/paged_attention.cpp": 300,
     "kernels/*.cpp": 200,
     "kernels/*.h": 200,
     "*__init__.py": 20,
