@@ -111,7 +111,7 @@ MUTATIONS = [
         "tests/test_tokenizer.py::test_template_places_special_tokens_alone",
     ),
     Mutation(
-        "tokenizer.py",
+        "prompts.py",
         "if len(ids) >= max_model_len:",
         "if len(ids) > max_model_len:",
         "tests/test_behaviours.py::test_prompt_of_max_model_len_is_refused_naming_both_numbers",

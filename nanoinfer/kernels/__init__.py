@@ -16,10 +16,15 @@ from torch import Tensor
 
 from nanoinfer.kernels.build import KernelBuildError, load_library, num_threads
 from nanoinfer.kernels.paged_attention import make_paged_attention_cpu, paged_attention_ref
-from nanoinfer.kernels.rms_norm import add_rms_norm_ref, rms_norm_ref
-from nanoinfer.kernels.rotary import rotary_ref
-from nanoinfer.kernels.silu_mul import silu_mul_ref
-from nanoinfer.kernels.store_kv import store_kv_ref
+from nanoinfer.kernels.rms_norm import (
+    add_rms_norm_ref,
+    make_add_rms_norm_cpu,
+    make_rms_norm_cpu,
+    rms_norm_ref,
+)
+from nanoinfer.kernels.rotary import make_rotary_cpu, rotary_ref
+from nanoinfer.kernels.silu_mul import make_silu_mul_cpu, silu_mul_ref
+from nanoinfer.kernels.store_kv import make_store_kv_cpu, store_kv_ref
 
 logger = logging.getLogger("nanoinfer")
 
@@ -45,7 +50,7 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
     if use_compile:
         elementwise = ("rms_norm", "add_rms_norm", "rotary", "silu_mul")
         for op in elementwise:
-            own = _own_copy(getattr(table, op))
+            own = _own_copy(getattr(Kernels(), op))  # what is compiled is the reference
             compiled: Any = torch.compile(own, dynamic=True, fullgraph=True)
             table = table._replace(**{op: compiled})
     return table
@@ -65,8 +70,14 @@ def _cpu_kernels() -> Kernels:
     except KernelBuildError as error:
         logger.warning("no C++ kernels, running the PyTorch references (slower): %s", error)
         return Kernels(pack_weights=pack_weights)
+    threads = num_threads(library)
     return Kernels(
         name="cpu",
         pack_weights=pack_weights,
-        paged_attention=make_paged_attention_cpu(library, num_threads(library)),
+        rms_norm=make_rms_norm_cpu(library, threads),
+        add_rms_norm=make_add_rms_norm_cpu(library, threads),
+        rotary=make_rotary_cpu(library, threads),
+        silu_mul=make_silu_mul_cpu(library, threads),
+        store_kv=make_store_kv_cpu(library, threads),
+        paged_attention=make_paged_attention_cpu(library, threads),
     )

@@ -12,8 +12,13 @@ A production engine fuses this with the rotary embedding and the norm of q and k
 Shapes: T tokens in the step, K kv heads, D head dim.
 """
 
+import ctypes
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
+
+StoreKV = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
 def store_kv_ref(
@@ -24,16 +29,71 @@ def store_kv_ref(
     slot_mapping: Tensor,  # [T] int64
 ) -> None:
     """Copy row t of k and v to slot slot_mapping[t] of their caches."""
-    for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if rows.shape != (len(slot_mapping), *cache.shape[2:]) or rows.dtype != cache.dtype:
-            raise ValueError(
-                f"{name}: got {tuple(rows.shape)} {rows.dtype}, need "
-                f"{(len(slot_mapping), *cache.shape[2:])} {cache.dtype}, one row for each slot "
-                "of its cache; try .view(-1, num_kv_heads, head_dim)"
-            )
-    if slot_mapping.dtype != torch.int64:
-        raise ValueError(
-            f"slot_mapping: got {slot_mapping.dtype}, need torch.int64; try .to(torch.int64)"
-        )
+    _check_shapes(k, v, k_cache, v_cache, slot_mapping)
     k_cache.view(-1, *k_cache.shape[2:]).index_copy_(0, slot_mapping, k)
     v_cache.view(-1, *v_cache.shape[2:]).index_copy_(0, slot_mapping, v)
+
+
+def make_store_kv_cpu(library: ctypes.CDLL, threads: int) -> StoreKV:
+    """Bind the C++ twin: the reference's signature; it copies bytes, whatever the dtype.
+
+    The function raises ValueError for tensors that the kernel cannot take, and for slots outside
+    the cache, before anything is written.
+    """
+    kernel = library.nanoinfer_store_kv
+    kernel.argtypes = [*[ctypes.c_void_p] * 5, *[ctypes.c_int64] * 5, ctypes.c_int]
+    kernel.restype = ctypes.c_int64
+
+    def store_kv_cpu(
+        k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
+    ) -> None:
+        _check_shapes(k, v, k_cache, v_cache, slot_mapping)
+        _check_memory(k, v, k_cache, v_cache, slot_mapping)
+        (num_blocks, block_size, *_), size = k_cache.shape, k.itemsize
+        T, K, D = k.shape
+        tensors = (k_cache, v_cache, k, v, slot_mapping)
+        strides = (k.stride(0) * size, v.stride(0) * size)
+        sizes = (T, num_blocks * block_size, K * D * size, *strides)
+        invalid = kernel(*[tensor.data_ptr() for tensor in tensors], *sizes, threads)
+        if invalid >= 0:
+            raise ValueError(
+                f"slot_mapping: got {slot_mapping[invalid].item()} at token {invalid}, need 0 to "
+                f"{num_blocks * block_size - 1}, a slot of the cache; try a slot of block 0 for "
+                "padding"
+            )
+
+    return store_kv_cpu
+
+
+def _check_shapes(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
+        if rows.shape != (len(slots), *cache.shape[2:]) or rows.dtype != cache.dtype:
+            raise ValueError(
+                f"{name}: got {tuple(rows.shape)} {rows.dtype}, need "
+                f"{(len(slots), *cache.shape[2:])} {cache.dtype}, one row for each slot "
+                "of its cache; try .view(-1, num_kv_heads, head_dim)"
+            )
+    if slots.dtype != torch.int64:
+        raise ValueError(f"slot_mapping: got {slots.dtype}, need torch.int64; try .to(torch.int64)")
+
+
+def _check_memory(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    if k_cache.shape != v_cache.shape or k.dtype != v.dtype or k.dim() != 3:
+        raise ValueError(
+            f"k_cache, v_cache: got {tuple(k_cache.shape)} {k.dtype}, {tuple(v_cache.shape)} "
+            f"{v.dtype}, need [num_blocks, block_size, K, D] twice; try allocating both alike"
+        )
+    for name, rows in (("k", k), ("v", v)):
+        _, head, dim = rows.stride()
+        if dim != 1 or (head != rows.shape[2] and rows.shape[1] > 1):
+            raise ValueError(
+                f"{name}: got strides {rows.stride()}, need rows of contiguous heads; "
+                "try .contiguous()"
+            )
+    if not (k_cache.is_contiguous() and v_cache.is_contiguous() and slots.is_contiguous()):
+        raise ValueError(
+            "k_cache, v_cache, slot_mapping: got strided, need contiguous; try .contiguous()"
+        )
+    for tensor in (k, v, k_cache, v_cache, slots):
+        if not tensor.is_cpu:
+            raise ValueError(f"device: got {tensor.device}, need cpu; try store_kv_ref")
