@@ -40,6 +40,7 @@ namespace {
 constexpr int ROWS = 64, KEYS = 64;  // a tile of scores
 constexpr int SPLIT = 256;           // keys of an item, if one tile holds all rows of its sequence
 constexpr int STREAM_ROWS = 4;       // up to here keys are not worth widening
+constexpr int STREAM_KEYS = 16;      // keys prefetched at a time: a CPU tracks only so many misses
 
 // How scores lie: in a tile a vector holds rows, for few rows it holds keys.
 struct Tile { static constexpr int64_t row_step = 1, key_step = ROWS; };
@@ -213,12 +214,19 @@ template <class T> struct Attention {
         queries[stream ? r * width + d : d * ROWS + r] =
             widen(q[token(it, r) * q_stride + head(it, kv, r) * D + d]) * scale * 1.44269504f;
 
-    const T *k[KEYS], *v[KEYS];
+    const int64_t step = stream ? STREAM_KEYS : KEYS;
+    const T *keys[2][KEYS], *values[2][KEYS];  // of this tile, and of the next, which is prefetched
+    const auto find = [&](int64_t begin) {
+      const int64_t n = std::min(step, it.key_end - begin), slot = begin / step % 2;
+      if (n > 0) find_keys(it.sequence, kv, begin, n, keys[slot], values[slot]);
+    };
     const float* rows_of_v[KEYS];
     for (int key = 0; key < KEYS; key++) rows_of_v[key] = wide_v + key * width;
-    for (int64_t begin = it.key_begin; begin < it.key_end; begin += KEYS) {
-      const int n = std::min<int64_t>(KEYS, it.key_end - begin);
-      find_keys(it.sequence, kv, begin, n, k, v);
+    for (int64_t begin = it.key_begin; begin < it.key_end; begin += step) {
+      const int n = std::min(step, it.key_end - begin);
+      const T **k = keys[begin / step % 2], **v = values[begin / step % 2];
+      if (begin == it.key_begin) find(begin);
+      find(begin + step);
       if (stream) {
         in_groups(rows, [&](auto group, int r) {
           stream_scores<group>(queries + r * width, k, n, width, s + r * KEYS);
