@@ -68,7 +68,7 @@ class ModelRunner:
         results = [SampledTokens([])] * batch.num_entries
         if batch.sampling is not None:
             logits = self._model.logits(hidden[batch.logits_indices])  # [R, V]
-            token_ids, logprobs = sample(logits, batch.sampling)
+            token_ids, logprobs = sample(logits, batch.sampling, self.kernels)
             rows = zip(batch.sampled_entries, token_ids, logprobs, strict=True)
             for i, token_id, logprob in rows:
                 results[i] = SampledTokens([token_id], None if logprob is None else [logprob])

@@ -25,12 +25,12 @@ import torch
 from torch import Tensor
 
 from nanoinfer.batch import Entries, SamplingBatch
+from nanoinfer.kernels import Kernels
+from nanoinfer.kernels.gumbel import MAX_NOISE, gumbel, hash_ids, row_keys
 from nanoinfer.outputs import Logprob
 
 _NUM_CANDIDATES = 64
 _SORTED_AT_ONCE = 1024
-_BITS = 24
-_MAX_NOISE = -math.log(-math.log1p(-(2.0 ** -(_BITS + 1))))
 
 
 class SamplerOutput(NamedTuple):
@@ -38,18 +38,18 @@ class SamplerOutput(NamedTuple):
     logprobs: list[dict[int, Logprob] | None]  # [R]
 
 
-def sample(logits: Tensor, sampling: SamplingBatch) -> SamplerOutput:
+def sample(logits: Tensor, sampling: SamplingBatch, kernels: Kernels) -> SamplerOutput:
     """Draw one id per row of logits [R, V] (fp32; changed in place)."""
     wanted = [row for row, k in enumerate(sampling.num_logprobs) if k is not None]
     raw = logits[wanted].log_softmax(-1) if wanted else None
     _adjust(logits, sampling)
     rows = sampling.temperatures.nonzero().flatten()
     if len(rows) == len(logits):
-        token_ids = _draw(logits, sampling, rows)
+        token_ids = _draw(logits, sampling, rows, kernels)
     else:
         token_ids = logits.argmax(-1)  # the lowest id among equals
         if len(rows) > 0:
-            token_ids[rows] = _draw(logits[rows], sampling, rows)
+            token_ids[rows] = _draw(logits[rows], sampling, rows, kernels)
     ids = token_ids.tolist()
     logprobs: list[dict[int, Logprob] | None] = [None] * len(ids)
     if raw is not None:
@@ -97,39 +97,28 @@ def _adjust(logits: Tensor, sampling: SamplingBatch) -> None:
     add(sampling.penalties)
 
 
-def _draw(logits: Tensor, sampling: SamplingBatch, rows: Tensor) -> Tensor:
+def _draw(logits: Tensor, sampling: SamplingBatch, rows: Tensor, kernels: Kernels) -> Tensor:
     """The definition in the module's docstring, for rows with a temperature. [R, V] -> [R]."""
     # The largest score becomes 0, so that a tiny temperature gives -inf elsewhere and never NaN.
     scores = logits.sub_(logits.amax(-1, keepdim=True))
     scores.div_(sampling.temperatures[rows].unsqueeze(-1))
-    keys = _row_keys(sampling.seeds[rows], sampling.positions[rows])
+    keys = row_keys(sampling.seeds[rows], sampling.positions[rows])
     num_candidates = min(_NUM_CANDIDATES, scores.size(-1))
     values, ids = scores.topk(num_candidates, dim=-1)  # [R, C]
     thresholds = torch.full_like(values[:, 0], -math.inf)  # an id is kept if its score is >= this
     if sampling.has_filters:
         thresholds = _thresholds(scores, values, sampling, rows)
-    noisy = values + _gumbel(_hash(keys.unsqueeze(-1), _mix(ids.to(torch.int32))))
+    noisy = values + gumbel(hash_ids(keys.unsqueeze(-1), ids.to(torch.int32)))
     noisy.masked_fill_(values < thresholds.unsqueeze(-1), -math.inf)
     best, at = noisy.max(-1)
     token_ids = ids.gather(-1, at.unsqueeze(-1)).squeeze(-1)
     last = values[:, -1]  # as large as any score that is no candidate
-    is_open = (last >= thresholds) & (last + _MAX_NOISE > best) & (last > -math.inf)
-    if num_candidates < scores.size(-1) and is_open.any():
-        mixed_ids = _mix(torch.arange(scores.size(-1), dtype=torch.int32, device=scores.device))
+    is_open = (last >= thresholds) & (last + MAX_NOISE > best) & (last > -math.inf)
+    if num_candidates < scores.size(-1):
         for row in is_open.nonzero().flatten().tolist():
-            token_ids[row] = _draw_wide(
-                scores[row], _hash(keys[row], mixed_ids), thresholds[row], float(best[row])
-            )
+            row_best = float(best[row])
+            token_ids[row] = kernels.draw_wide(scores[row], keys[row], thresholds[row], row_best)
     return token_ids
-
-
-def _draw_wide(scores: Tensor, hashes: Tensor, threshold: Tensor, best: float) -> Tensor:
-    """One row when any id may win: only ids whose noise can lift even the top score to `best`."""
-    smallest_hash = int(math.exp(-math.exp(-best)) * 2**_BITS) - 1  # the top score is 0
-    ids = (hashes >= smallest_hash).nonzero().flatten()
-    ids = ids[scores[ids] >= threshold]
-    noisy = scores[ids] + _gumbel(hashes[ids])
-    return ids[noisy.argmax()]
 
 
 def _thresholds(scores: Tensor, values: Tensor, sampling: SamplingBatch, rows: Tensor) -> Tensor:
@@ -179,33 +168,3 @@ def _reach(descending: Tensor, target: Tensor) -> Tensor | None:
     """The first score at which the mass so far is `target`, if it gets there."""
     reached = (descending.exp().cumsum(-1, dtype=torch.float64) >= target).nonzero()
     return descending[reached[0, 0]] if len(reached) else None
-
-
-def _row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """One 32-bit key per row. seeds, positions [R] int64 -> [R] int32"""
-    low, high = seeds.view(torch.int32).view(-1, 2).unbind(-1)
-    return _mix(_mix(_mix(low.clone()).bitwise_xor_(high)).bitwise_xor_(positions.to(torch.int32)))
-
-
-def _hash(keys: Tensor, mixed_ids: Tensor) -> Tensor:
-    """24 random bits for each (row's key, token id), given `_mix` of the ids. int32"""
-    return _mix(keys ^ mixed_ids).bitwise_and_(2**_BITS - 1)
-
-
-def _mix(x: Tensor) -> Tensor:
-    """murmur3's finaliser on int32, in place: every bit of x reaches every bit of the result.
-
-    `>>` copies the sign bit into the upper bits; the masks make it a logical shift.
-    """
-    x ^= (x >> 16) & 0xFFFF
-    x *= 0x85EBCA6B - 2**32
-    x ^= (x >> 13) & 0x7FFFF
-    x *= 0xC2B2AE35 - 2**32
-    x ^= (x >> 16) & 0xFFFF
-    return x
-
-
-def _gumbel(hashes: Tensor) -> Tensor:
-    """-log(-log u) with u = (hash + 1/2) / 2^24, in fp64 so that no u rounds to 1."""
-    u = (hashes.to(torch.float64) + 0.5) * 2.0**-_BITS
-    return -torch.log(-torch.log(u))

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from nanoinfer import sampler
 from nanoinfer.batch import Batch, SamplingBatch
+from nanoinfer.kernels import Kernels, gumbel, select_kernels
 from nanoinfer.request import Request
-from nanoinfer.sampler import sample, top_logprobs
+from nanoinfer.sampler import SamplerOutput, top_logprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import ScheduledSequence
 from nanoinfer.sequence import Sequence
@@ -22,6 +23,13 @@ EOS = 2
 NUM_DRAWS = 50_000
 MIN_P_VALUE = 1e-3
 ROUNDING = 1e-6  # of probabilities in fp32
+BODIES = {kernels: select_kernels(CPU, kernels, False) for kernels in ("ref", "auto")}
+
+
+def sample(
+    logits: Tensor, sampling: SamplingBatch, kernels: Kernels = BODIES["ref"]
+) -> SamplerOutput:
+    return sampler.sample(logits, sampling, kernels)
 
 
 @pytest.fixture(autouse=True)
@@ -79,8 +87,8 @@ def make_rows(num_rows: int, seed: int = 0, **params: object) -> SamplingBatch:
 
 def noise_hashes(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """24 random bits for each (seed, position, id); seeds and positions as many as ids, or one."""
-    keys = sampler._row_keys(seeds, positions)
-    return sampler._hash(keys, sampler._mix(ids.to(torch.int32))).to(torch.int64)
+    keys = gumbel.row_keys(seeds, positions)
+    return gumbel.hash_ids(keys, ids.to(torch.int32)).to(torch.int64)
 
 
 def kept_by_sort(
@@ -229,21 +237,20 @@ def test_thresholds_equal_a_full_sort(name: str, vocab_size: int):
             assert not (kept & ~most).any(), (filters, int(kept.sum()), int(most.sum()))
 
 
+@pytest.mark.parametrize("body", ["ref", "auto"])
 @pytest.mark.parametrize("vocab_size", [5, 100, 1000, 50_000])
 @pytest.mark.parametrize("name", CASE_NAMES)
-def test_draw_is_the_best_noisy_score_of_all_that_is_kept(
-    name: str, vocab_size: int, monkeypatch: pytest.MonkeyPatch
-):
+def test_draw_is_the_best_noisy_score_of_all_that_is_kept(name: str, vocab_size: int, body: str):
     """The definition, without candidates, bounds on the noise or a wide path."""
     num_wide = 0
-    draw_wide = sampler._draw_wide
+    draw_wide = BODIES[body].draw_wide
 
     def counted(*arguments: Tensor) -> Tensor:
         nonlocal num_wide
         num_wide += 1
         return draw_wide(*arguments)
 
-    monkeypatch.setattr(sampler, "_draw_wide", counted)
+    kernels = Kernels(draw_wide=counted)
     logits = dict(_cases(vocab_size))[name]
     filters = [{}, {"top_p": 0.5}, {"top_k": 2000}, {"min_p": 0.9}, {"temperature": 0.5}]
     sequences = [
@@ -252,13 +259,13 @@ def test_draw_is_the_best_noisy_score_of_all_that_is_kept(
         for seed in range(20)
     ]
     sampling = make_batch(*sequences)
-    ids = sample(logits.repeat(len(sequences), 1), sampling).token_ids
+    ids = sample(logits.repeat(len(sequences), 1), sampling, kernels).token_ids
     for i, seq in enumerate(sequences):
         p = seq.params
         scores = (logits - logits.max()) / p.temperature
         rows = torch.tensor([i])
         ids_of_row = torch.arange(vocab_size)
-        noise = sampler._gumbel(
+        noise = gumbel.gumbel(
             noise_hashes(sampling.seeds[rows], sampling.positions[rows], ids_of_row)
         )
         if p.top_p < 1 or p.top_k or p.min_p:
@@ -297,7 +304,7 @@ def test_noise_is_uniform_and_neighbours_are_independent(what: str, start: tuple
         pairs = (hashes[:-lag] >> 20) * 16 + (hashes[lag:] >> 20)
         counts = torch.bincount(pairs, minlength=256)
         assert chi_square_p_value(counts, torch.full((256,), len(pairs) / 256)) > MIN_P_VALUE
-        noise = sampler._gumbel(hashes)
+        noise = gumbel.gumbel(hashes)
         correlation = torch.corrcoef(torch.stack([noise[:-lag], noise[lag:]]))[0, 1]
         assert abs(float(correlation)) < 4 / math.sqrt(count)
 
@@ -334,17 +341,17 @@ def test_every_input_bit_changes_half_of_the_noise_bits(what: str, num_bits: int
 
 def test_row_keys_do_not_collide_and_use_all_bits_of_a_seed():
     seeds = torch.tensor([0, 1, 2, 2**31, 2**32, 2**32 + 1, 2**62, 2**63 - 1]).repeat_interleave(99)
-    keys = sampler._row_keys(seeds, torch.arange(99).repeat(8))
+    keys = gumbel.row_keys(seeds, torch.arange(99).repeat(8))
     assert len(set(keys.tolist())) == len(keys)
 
 
 def test_gumbel_is_finite_and_bounded_by_what_the_shortcut_assumes():
-    extremes = sampler._gumbel(torch.tensor([0, 1, (1 << 24) - 1]))
+    extremes = gumbel.gumbel(torch.tensor([0, 1, (1 << 24) - 1]))
     assert extremes.isfinite().all()
-    assert float(extremes[2]) == pytest.approx(sampler._MAX_NOISE, abs=1e-12)
-    assert float(extremes[2]) <= sampler._MAX_NOISE + 1e-12
+    assert float(extremes[2]) == pytest.approx(gumbel.MAX_NOISE, abs=1e-12)
+    assert float(extremes[2]) <= gumbel.MAX_NOISE + 1e-12
     assert list(extremes) == sorted(extremes)
-    noise = sampler._gumbel(torch.arange(0, 1 << 24, 16))
+    noise = gumbel.gumbel(torch.arange(0, 1 << 24, 16))
     assert float(noise.mean()) == pytest.approx(0.5772, abs=1e-3)
     assert float(noise.var()) == pytest.approx(math.pi**2 / 6, abs=1e-2)
 

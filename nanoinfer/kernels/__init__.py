@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.build import KernelBuildError, load_library, num_threads
+from nanoinfer.kernels.gumbel import draw_wide_ref, make_draw_wide_cpu
 from nanoinfer.kernels.paged_attention import make_paged_attention_cpu, paged_attention_ref
 from nanoinfer.kernels.rms_norm import (
     add_rms_norm_ref,
@@ -40,6 +41,7 @@ class Kernels(NamedTuple):
     silu_mul: Callable[..., Tensor] = silu_mul_ref
     store_kv: Callable[..., None] = store_kv_ref
     paged_attention: Callable[..., Tensor] = paged_attention_ref
+    draw_wide: Callable[..., Tensor] = draw_wide_ref
 
 
 def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Kernels:
@@ -80,4 +82,5 @@ def _cpu_kernels() -> Kernels:
         silu_mul=make_silu_mul_cpu(library, threads),
         store_kv=make_store_kv_cpu(library, threads),
         paged_attention=make_paged_attention_cpu(library, threads),
+        draw_wide=make_draw_wide_cpu(library),
     )
