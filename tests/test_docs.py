@@ -1,6 +1,7 @@
 """What the pages say is so: sizes are measured, links resolve, cited code exists."""
 
 import ast
+import doctest
 import importlib
 import importlib.util
 import re
@@ -57,9 +58,18 @@ def test_cited_code_exists(page: Path) -> None:
             tree = found[0]
 
 
+@pytest.mark.network
+@pytest.mark.parametrize("page", [page for page in PAGES if ">>>" in page.read_text()])
+def test_a_session_on_a_page_prints_what_it_shows(page: Path) -> None:
+    result = doctest.testfile(str(page), module_relative=False)
+    assert result.attempted > 10
+    assert result.failed == 0
+
+
 @pytest.mark.parametrize("page", PAGES, ids=IDS)
 def test_python_on_a_page_parses_and_imports_what_exists(page: Path) -> None:
-    for block in re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S):
+    blocks = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.S)
+    for block in [block for block in blocks if ">>>" not in block]:
         for node in ast.walk(ast.parse(block)):
             if isinstance(node, ast.ImportFrom) and str(node.module).startswith("nanoinfer"):
                 module = importlib.import_module(str(node.module))
