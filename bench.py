@@ -4,6 +4,11 @@ In: how many sequences, and the ranges that their lengths are drawn from. Out: a
 last line, the same as JSON. Prompts are random token ids, temperature is 0.6, eos is ignored, and
 nothing is detokenised; a warm-up comes first and is not counted. The work depends on --seed alone.
 
+Prefill rate: all prompt tokens over the time until the last request's first token. Decode rate: the
+tokens after each request's first, over the time from the earliest first token to the end. Where
+steps mix prompts and decoding these times overlap, so both rates are then too low, never too high.
+Shares: least time for this work on this machine (benchmarks/limits.py) over the measured time.
+
     python bench.py                        # the demo model
     python bench.py --shape qwen3-0.6b     # random weights in that shape
     python bench.py --model MODEL --num-seqs 64 --input-len 100 1024 --output-len 100 1024
@@ -13,63 +18,67 @@ import argparse
 import dataclasses
 import json
 import random
+import resource
 import statistics
+import sys
 import time
-from typing import NamedTuple
 
+import torch
+
+from benchmarks.limits import Work, floor_seconds, measure, share
 from benchmarks.shapes import SHAPES, make_checkpoint
 from nanoinfer import LLM, EngineConfig, RequestOutput, SamplingParams
 from nanoinfer.demo import demo_model
+from nanoinfer.model_runner import choose_dtype
 
-
-class Defaults(NamedTuple):
-    num_seqs: int
-    input_len: tuple[int, int]
-    output_len: tuple[int, int]
-
-
-DEFAULTS = {
-    "cpu": Defaults(16, (64, 256), (32, 128)),
-    "cuda": Defaults(256, (100, 1024), (100, 1024)),
+DEFAULTS: dict[str, tuple[int, tuple[int, int], tuple[int, int]]] = {
+    "cpu": (16, (64, 256), (32, 128)),  # sequences, tokens in, tokens out
+    "cuda": (256, (100, 1024), (100, 1024)),
 }
 
 
 def main() -> None:
     args = parse_args()
-    config = choose_config(args)
-    default = DEFAULTS[config.torch_device.type]
-    num_seqs = args.num_seqs or default.num_seqs
-    input_len = args.input_len or default.input_len
-    output_len = args.output_len or default.output_len
-
-    with LLM(**dataclasses.asdict(config), skip_tokenizer_init=True) as llm:
-        vocab_size = llm.engine.model_config.vocab_size
-        rng = random.Random(config.seed)
-        warm_up = [draw_prompt(rng, input_len, vocab_size) for _ in range(min(num_seqs, 4))]
-        prompts = [draw_prompt(rng, input_len, vocab_size) for _ in range(num_seqs)]
-        params = [draw_params(rng, output_len) for _ in range(num_seqs)]
+    choices = {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
+    if args.model is None:
+        choices["model"] = str(make_checkpoint(args.shape) if args.shape else demo_model())
+    device = EngineConfig(**choices).torch_device
+    default_num, *default_lens = DEFAULTS[device.type]
+    num_seqs = args.num_seqs or default_num
+    lens_in, lens_out = args.input_len or default_lens[0], args.output_len or default_lens[1]
+    with LLM(**choices, skip_tokenizer_init=True) as llm:
+        model = llm.engine.model_config
+        dtype = choose_dtype(llm.engine.config.dtype_name, model.dtype, device)
+        rng = random.Random(args.seed)
+        warm_up = [draw_prompt(rng, lens_in, model.vocab_size) for _ in range(min(num_seqs, 4))]
+        prompts = [draw_prompt(rng, lens_in, model.vocab_size) for _ in range(num_seqs)]
+        params = [draw_params(rng, lens_out) for _ in range(num_seqs)]
         llm.generate(warm_up, draw_params(rng, (4, 4)), use_tqdm=False)
-
-        before = llm.stats()
-        start = time.perf_counter()
+        before, start = llm.stats(), time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
-        seconds = time.perf_counter() - start
-        after = llm.stats()
+        seconds, after = time.perf_counter() - start, llm.stats()
 
     result = summarise(outputs, seconds)
-    result["steps"] = after.steps - before.steps
-    result["preemptions"] = after.preemptions - before.preemptions
+    resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, but bytes on macOS
+    result["peak_resident_mib"] = resident >> (20 if sys.platform == "darwin" else 10)
+    if device.type == "cuda":
+        result["peak_cuda_mib"] = torch.cuda.max_memory_allocated(device) >> 20
+    work = Work([len(p) for p in prompts], [len(o.outputs[0].token_ids) for o in outputs])
+    limits = measure(device)  # after the peak was read: it takes memory of its own
+    floor, roofline = (floor_seconds(model, work, limits, dtype, overlap=o) for o in (False, True))
+    result["share_of_limits"] = round(floor / seconds, 3)
+    result["share_of_roofline"] = round(share(roofline, seconds), 3)
+    for name in ("steps", "preemptions"):
+        result[name] = getattr(after, name) - getattr(before, name)
     for name, value in result.items():
-        print(f"{name.replace('_', ' '):<28}{value:>12,}")
-    model = args.shape or args.model or "demo"
-    print(json.dumps({"model": model, "num_seqs": num_seqs, "kernels": after.kernels, **result}))
+        print(f"{name.replace('_', ' '):<32}{'-' if value is None else f'{value:,}':>12}")
+    about = {"model": args.shape or args.model or "demo", "num_seqs": num_seqs}
+    print(json.dumps({**about, "kernels": after.kernels, **result}))
 
 
 def parse_args() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description="Throughput on random tokens.",
-        epilog="Without --model or --shape the demo model is used (downloads 93 MB once).",
-    )
+    epilog = "Without --model or --shape the demo model is used (downloads 93 MB once)."
+    parser = argparse.ArgumentParser(description="Throughput on random tokens.", epilog=epilog)
     parser.add_argument("--shape", choices=SHAPES, help="random weights in place of --model")
     parser.add_argument("--num-seqs", type=int, help="requests, all sent at once")
     for flag in ("--input-len", "--output-len"):
@@ -86,13 +95,6 @@ def parse_args() -> argparse.Namespace:
     return args
 
 
-def choose_config(args: argparse.Namespace) -> EngineConfig:
-    choices = {field.name: getattr(args, field.name) for field in dataclasses.fields(EngineConfig)}
-    if args.model is None:
-        choices["model"] = str(make_checkpoint(args.shape) if args.shape else demo_model())
-    return EngineConfig(**choices)
-
-
 def draw_prompt(rng: random.Random, lengths: tuple[int, int], vocab_size: int) -> list[int]:
     return [rng.randrange(vocab_size) for _ in range(rng.randint(*lengths))]
 
@@ -102,19 +104,24 @@ def draw_params(rng: random.Random, lengths: tuple[int, int]) -> SamplingParams:
     return SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=max_tokens, detokenize=False)
 
 
-def summarise(outputs: list[RequestOutput], seconds: float) -> dict[str, int | float]:
-    num_output_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    waits = []
-    for output in outputs:
-        times = output.metrics
-        if times is not None and times.first_token_time is not None:
-            waits.append(times.first_token_time - times.arrival_time)
+def summarise(outputs: list[RequestOutput], seconds: float) -> dict[str, int | float | None]:
+    num_in = sum(len(output.prompt_token_ids) for output in outputs)
+    counts = [len(output.outputs[0].token_ids) for output in outputs]
+    num_out, num_later = sum(counts), sum(counts) - len(counts)
+    names = ("arrival_time", "first_token_time", "finished_time")
+    came, first, end = ([getattr(output.metrics, name) for output in outputs] for name in names)
+    waits = [f - c for f, c in zip(first, came, strict=True)]
+    gaps = [(e - f) / (n - 1) for e, f, n in zip(end, first, counts, strict=True) if n > 1]
     return {
-        "prompt_tokens": sum(len(output.prompt_token_ids) for output in outputs),
-        "output_tokens": num_output_tokens,
+        "prompt_tokens": num_in,
+        "output_tokens": num_out,
         "seconds": round(seconds, 3),
-        "output_tokens_per_second": round(num_output_tokens / seconds, 1),
-        "median_seconds_to_first_token": round(statistics.median(waits), 3),
+        "output_tokens_per_second": round(num_out / seconds, 1),
+        "total_tokens_per_second": round((num_in + num_out) / seconds, 1),
+        "prefill_tokens_per_second": round(num_in / (max(first) - min(came)), 1),
+        "decode_tokens_per_second": round(num_later / (max(end) - min(first)), 1) if gaps else None,
+        "median_seconds_to_first_token": round(statistics.median(waits), 4),
+        "median_seconds_per_output_token": round(statistics.median(gaps), 5) if gaps else None,
     }
 
 

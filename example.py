@@ -1,10 +1,14 @@
-"""A first look at nanoinfer: one story as it is written, two questions answered together.
+"""A first look at nanoinfer: a story as it is written, then two questions answered together.
 
-python example.py            # a small demo model; downloads 93 MB once
-python example.py MODEL      # a folder, a GGUF file or a hub id such as Qwen/Qwen3-0.6B
+python example.py                          # a small demo model; downloads 93 MB once
+python example.py --model Qwen/Qwen3-0.6B  # a hub id, a folder or a GGUF file
+python example.py --trace                  # and one line a step: who ran, tokens, blocks, time
 """
 
+import argparse
+import logging
 import sys
+import time
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.demo import demo_model
@@ -14,13 +18,22 @@ QUESTIONS = ["What is the capital of France?", "Which animal says meow?"]
 
 
 def main() -> None:
-    model = sys.argv[1] if len(sys.argv) > 1 else demo_model()
+    parser = argparse.ArgumentParser(description="A story and two answers.")
+    parser.add_argument("--model", help="folder, GGUF file or hub id (default: a demo model)")
+    parser.add_argument("--trace", action="store_true", help="print one line for each step")
+    args = parser.parse_args()
+    logging.basicConfig(format="[%(name)s] %(message)s", stream=sys.stderr)
+    logging.getLogger("nanoinfer").setLevel(logging.DEBUG if args.trace else logging.INFO)
+
     greedy = SamplingParams(temperature=0, max_tokens=64)
-    with LLM(model) as llm:
+    start, num_tokens = time.perf_counter(), 0
+    with LLM(args.model or demo_model()) as llm:
+        print(f"ready after {time.perf_counter() - start:.1f} s\n\n{STORY}", end="", flush=True)
+        start = time.perf_counter()
         # Every item holds only what is new since the last one.
-        print(STORY, end="", flush=True)
         for item in llm.stream(STORY, greedy):
-            print(item.outputs[0].text, end="", flush=True)
+            print(item.outputs[0].text, end="\n" if args.trace else "", flush=True)
+            num_tokens += len(item.outputs[0].token_ids)
         print(" ...")
 
         # A list of conversations is one batch; the answers come in the order of the questions.
@@ -28,13 +41,17 @@ def main() -> None:
         answers = llm.chat(conversations, greedy, use_tqdm=False)
         for question, answer in zip(QUESTIONS, answers, strict=True):
             print(f"\nQ: {question}\nA: {answer.outputs[0].text.strip()}")
+            num_tokens += len(answer.outputs[0].token_ids)
 
-        stats = llm.stats()
+        seconds, stats = time.perf_counter() - start, llm.stats()
         print(
-            f"\n{stats.steps} steps on {stats.kernels} kernels, {stats.prefix_hit_tokens} prompt "
-            f"tokens reused, {stats.preemptions} preemptions"
+            f"\n{num_tokens} tokens at {num_tokens / seconds:.0f} tok/s in {stats.steps} steps "
+            f"on {stats.kernels} kernels; {stats.prefix_hit_tokens} prompt tokens reused"
         )
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except (ValueError, RuntimeError) as error:
+        sys.exit(f"error: {error}")

@@ -2,13 +2,16 @@
 
 In: a model (or a shape with random weights), a work, the engines. Out: for each engine its median
 tokens a second, its share of what the machine allows (`limits.floor_seconds`), and nanoinfer's
-ratio to each peer; the last line is the same as JSON.
+ratio to each peer; the last line is the same as JSON. A share over 100% of the roofline is an
+error.
 
 Each engine lives in a process of its own, which loads the model once and then answers requests: a
 line of JSON in, a line of JSON out. So loading is never timed. Rounds alternate between the
-engines, and each round gives all of them the same random token ids. One engine works at a time
-while the others sleep in `readline`. Ratios are taken within a round, so that a machine whose
-speed drifts slows both sides of a ratio. The first round warms up and is not counted.
+engines, and each round gives all of them the same random token ids, the same dtype and the same
+number of threads. The peer runs each work as one batch, prompts padded on the left where their
+lengths differ, with attention through SDPA. One engine works at a time while the others sleep in
+`readline`. Ratios are taken within a round, so that a machine whose speed drifts slows both sides
+of a ratio. The first round warms up and is not counted.
 
 Only ratios and shares can be compared between machines, and only of an idle machine.
 
@@ -34,14 +37,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from limits import Limits, Work, floor_seconds, measure
+from limits import Limits, Work, floor_seconds, measure, share
 from shapes import SHAPES, make_checkpoint
 
 from nanoinfer.config import DTYPES
 from nanoinfer.loader import find_checkpoint
 from nanoinfer.model_config import ModelConfig
 
-WORKS = {"offline": Work(16, 256, 128), "latency": Work(1, 256, 64)}
+_MIXED = [random.Random(i).randint(64, 256) for i in range(16)]  # the same in every run
+WORKS = {
+    "offline": Work.equal(16, 256, 128),
+    "mixed": Work(_MIXED, [128] * len(_MIXED)),
+    "latency": Work.equal(1, 256, 64),
+}
 TEMPERATURE = 0.6
 _PAUSE = 0.2  # seconds: threads of the engine that has just worked fall asleep
 
@@ -68,13 +76,21 @@ def load_transformers(folder: Path, dtype: str) -> Generate:
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        folder, dtype=DTYPES[dtype], attn_implementation="sdpa"
+    )
+    model.eval()
 
     def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
-        ids = torch.tensor(prompts)  # equal lengths: no padding
+        longest = max(len(prompt) for prompt in prompts)
+        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
+        mask = torch.zeros_like(ids)
+        for row, prompt in enumerate(prompts):  # padded on the left: all prompts end together
+            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
         outputs = model.generate(
             ids,
-            attention_mask=torch.ones_like(ids),
+            attention_mask=mask,
             min_new_tokens=output_len,
             max_new_tokens=output_len,
             do_sample=True,
@@ -83,7 +99,7 @@ def load_transformers(folder: Path, dtype: str) -> Generate:
             top_p=1.0,
             pad_token_id=0,
         )
-        return outputs[:, ids.shape[1] :].tolist()
+        return outputs[:, longest:].tolist()
 
     return generate
 
@@ -102,7 +118,8 @@ def serve(engine: str, folder: Path, dtype: str) -> None:
         start = time.perf_counter()
         outputs = generate(request["prompts"], request["output_len"])
         seconds = time.perf_counter() - start
-        print(json.dumps([seconds, [len(ids) for ids in outputs]]), file=replies, flush=True)
+        reply = [seconds, [len(ids) for ids in outputs], torch.get_num_threads()]
+        print(json.dumps(reply), file=replies, flush=True)
 
 
 class Engine:
@@ -115,7 +132,11 @@ class Engine:
 
     def __enter__(self) -> "Engine":
         self._process = subprocess.Popen(
-            self.command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            self.command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
         )
         return self
 
@@ -126,9 +147,9 @@ class Engine:
     def run(self, work: Work, vocab_size: int, seed: int) -> float:
         """Seconds for one round. RuntimeError where the engine failed or did other work."""
         rng = random.Random(seed)
-        lengths = [work.input_len] * work.num_seqs
-        prompts = [[rng.randrange(vocab_size) for _ in range(n)] for n in lengths]
-        request = {"prompts": prompts, "output_len": work.output_len, "seed": seed}
+        prompts = [[rng.randrange(vocab_size) for _ in range(n)] for n in work.input_lens]
+        (output_len,) = set(work.output_lens)  # transformers gives all rows of a batch equally many
+        request = {"prompts": prompts, "output_len": output_len, "seed": seed}
         assert self._process.stdin is not None, "opened with a pipe"
         assert self._process.stdout is not None, "opened with a pipe"
         with contextlib.suppress(BrokenPipeError):  # then there is no reply either
@@ -137,9 +158,12 @@ class Engine:
         reply = self._process.stdout.readline()
         if not reply:
             raise RuntimeError(f"{self.name}: its process ended; its last words are above")
-        seconds, num_tokens = json.loads(reply)
-        if num_tokens != [work.output_len] * work.num_seqs:
-            raise RuntimeError(f"{self.name}: got {num_tokens} new tokens, need {work.output_len}")
+        seconds, num_tokens, num_threads = json.loads(reply)
+        if num_tokens != work.output_lens:
+            raise RuntimeError(f"{self.name}: got {num_tokens} new tokens, need {output_len} each")
+        if num_threads != torch.get_num_threads():
+            need = torch.get_num_threads()
+            raise RuntimeError(f"{self.name}: got {num_threads} threads, need {need}")
         time.sleep(_PAUSE)
         return seconds
 
@@ -178,7 +202,7 @@ def compare(folder: Path, work: Work, names: list[str], dtype: str, rounds: int)
             latest = ", ".join(f"{name} {times[-1]:.2f} s" for name, times in seconds.items())
             print(f"round {i} of {rounds}: {latest}", flush=True)
     limits = limits.best_of(measure())
-    num_tokens = work.num_seqs * work.output_len
+    num_tokens = sum(work.output_lens)
     own = seconds.get("nanoinfer")
     results = []
     for name, times in seconds.items():
@@ -190,6 +214,8 @@ def compare(folder: Path, work: Work, names: list[str], dtype: str, rounds: int)
         num_tokens / floor_seconds(model, work, limits, DTYPES[dtype], overlap=overlap)
         for overlap in (False, True)
     )
+    for times in seconds.values():
+        share(num_tokens / roofline, min(times))  # raises where a round is faster than can be
     return Comparison(results, limits, bound, roofline)
 
 
@@ -200,8 +226,8 @@ def describe(args: argparse.Namespace, comparison: Comparison) -> str:
     lines = [
         f"## {datetime.date.today()}: {args.work}, {args.label}",
         "",
-        f"{work.num_seqs} x ({work.input_len} in, {work.output_len} out), {args.dtype}, "
-        f"{args.rounds} rounds, {limits.num_threads} threads. {cpu_name()}.",
+        f"{work}, {args.dtype}, "
+        f"{args.rounds} rounds, threads of each engine: {limits.num_threads}. {cpu_name()}.",
         ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
         "",
         f"`python benchmarks/compare.py {chosen} --work {args.work} --dtype {args.dtype} "

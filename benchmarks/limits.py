@@ -1,7 +1,8 @@
 """What this machine can do at best, and the least time that a piece of work takes on it.
 
 In: nothing, or a model's facts and a work. Out: `Limits`, measured through plain torch with all of
-its threads (streaming read, and matrix products with many rows), and `floor_seconds`.
+its threads (streaming read, and matrix products with many rows; the best of several probes each),
+`floor_seconds`, and `share`: the part of the measured time that the machine really needs.
 
 A figure in tokens a second tells more about the machine than about the engine. Its share of what
 the machine allows can be compared: two engines, two machines, two years. Measure on an idle
@@ -22,9 +23,13 @@ import torch
 from nanoinfer.model_config import ModelConfig
 from nanoinfer.model_runner import available_memory
 
-_READ_BYTES = 1 << 30  # far more than any cache holds
-_GEMM_SIZE = 2048
-_SECONDS = 0.5  # for each measurement
+_READ_BYTES = 1 << 30  # far more than any cache holds; less only where memory is short
+_READ_ROW = 4096  # numbers in a row, for the probe that multiplies a matrix and a vector
+_GEMM_SIZES = {  # rows, inputs, outputs
+    "cpu": ((2048, 2048, 2048), (1024, 1024, 4096)),
+    "cuda": ((8192, 8192, 8192), (4096, 4096, 16384)),
+}
+_SECONDS = 0.3  # for each probe
 _RATES = ("read", "bf16", "fp32")
 
 
@@ -38,7 +43,8 @@ class Limits:
     num_threads: int
 
     def flops(self, dtype: torch.dtype) -> float:
-        return self.bf16 if dtype == torch.bfloat16 else self.fp32
+        """For two-byte types the better of both: an engine may widen what it has read."""
+        return max(self.bf16, self.fp32) if dtype.itemsize == 2 else self.fp32
 
     def best_of(self, other: "Limits") -> "Limits":
         """The higher of two measurements: noise only ever makes a machine slower."""
@@ -47,19 +53,27 @@ class Limits:
 
 
 class Work(NamedTuple):
-    """Equal requests that start together: `num_seqs` x (`input_len` in, `output_len` out)."""
+    """Requests that start together: tokens in and tokens out, one number a request."""
 
-    num_seqs: int
-    input_len: int
-    output_len: int
+    input_lens: list[int]
+    output_lens: list[int]
+
+    @classmethod
+    def equal(cls, num_seqs: int, input_len: int, output_len: int) -> "Work":
+        return cls([input_len] * num_seqs, [output_len] * num_seqs)
+
+    def __str__(self) -> str:
+        spans = (_span(self.input_lens), _span(self.output_lens))
+        return "{} x ({} in, {} out)".format(len(self.input_lens), *spans)
 
 
-def measure() -> Limits:
-    """Measure this machine; takes about two seconds."""
+def measure(device: torch.device | None = None) -> Limits:
+    """Measure this machine (its CPU unless told otherwise); takes some seconds."""
+    device = device or torch.device("cpu")
     return Limits(
-        read=_measure_read(),
-        bf16=_measure_gemm(torch.bfloat16),
-        fp32=_measure_gemm(torch.float32),
+        read=_measure_read(device),
+        bf16=_measure_gemm(torch.bfloat16, device),
+        fp32=_measure_gemm(torch.float32, device),
         num_threads=torch.get_num_threads(),
     )
 
@@ -69,28 +83,46 @@ def floor_seconds(
 ) -> float:
     """The least time for `work` when the model is held in `dtype`.
 
-    One step computes all prompts and gives the first tokens; each further step gives one token a
-    sequence, reading all weights once and the KV cache of all sequences. Matrix products and
-    attention cost their operations at the GEMM rate plus their bytes at the read rate. With
-    `overlap` each of the two costs only the longer of both: a bound that no engine can pass.
+    The fewest steps are as many as the longest output has tokens, and each reads all weights once.
+    A request's prompt gives its first token; each further token is computed from the one before
+    and reads the request's KV cache. So an output's last token is never computed with. Operations
+    cost their number at the GEMM rate, bytes theirs at the read rate: the sum of the two. With
+    `overlap` only the longer: a bound that no engine can pass, in whatever order it works, as long
+    as weights and KV come from memory and not from a cache.
     """
     head = model.hidden_size * model.vocab_size
     body = model.num_hidden_layers * _layer_weights(model)
     width = model.num_hidden_layers * model.num_attention_heads * model.head_dim
     kv_width = model.num_hidden_layers * model.num_key_value_heads * model.head_dim
-    combine = max if overlap else sum
-    seconds = 0.0
-    for step in range(work.output_len):
-        num_new = work.input_len if step == 0 else 1  # tokens of each sequence in this step
-        context = work.input_len + step  # its tokens in the cache at the end of this step
-        pairs = num_new * (2 * context - num_new + 1) / 2  # of a query and a key that it sees
-        gemm_flops = 2 * work.num_seqs * (num_new * body + head)
-        gemm_bytes = dtype.itemsize * (body + head)
-        attention_flops = 4 * work.num_seqs * pairs * width  # q k and p v
-        attention_bytes = 2 * dtype.itemsize * work.num_seqs * context * kv_width  # k and v
-        for flops, size in ((gemm_flops, gemm_bytes), (attention_flops, attention_bytes)):
-            seconds += combine((flops / limits.flops(dtype), size / limits.read))
-    return seconds
+    flops = 0
+    numbers = max(work.output_lens) * (body + head)  # that are read
+    for num_in, num_out in zip(work.input_lens, work.output_lens, strict=True):
+        computed = num_in + num_out - 1  # tokens that pass through the layers
+        pairs = computed * (computed + 1) // 2  # of a query and a key that it sees
+        contexts = num_out * num_in + num_out * (num_out - 1) // 2  # tokens in the cache, all steps
+        flops += 2 * (computed * body + num_out * head) + 4 * pairs * width  # attention: q k, p v
+        numbers += 2 * contexts * kv_width  # k and v
+    seconds = (flops / limits.flops(dtype), dtype.itemsize * numbers / limits.read)
+    return max(seconds) if overlap else sum(seconds)
+
+
+def share(floor: float, seconds: float) -> float:
+    """Part of `seconds` that the roofline needs: `floor_seconds(..., overlap=True)`.
+
+    ValueError where that is more than all: then the work was not done, the limits were measured on
+    a busy machine, or the model is so small that a cache holds it.
+    """
+    if floor > seconds:
+        raise ValueError(
+            f"seconds: got {seconds:.4g}, need at least the floor, {floor:.4g}: "
+            "limits measured on a busy machine, work left out, or a model that fits in a cache"
+        )
+    return floor / seconds
+
+
+def _span(numbers: list[int]) -> str:
+    low, high = min(numbers), max(numbers)
+    return f"{low}" if low == high else f"{low}..{high}"
 
 
 def _layer_weights(model: ModelConfig) -> int:
@@ -100,28 +132,60 @@ def _layer_weights(model: ModelConfig) -> int:
     return attention + 3 * model.hidden_size * model.intermediate_size
 
 
-def _measure_read() -> float:
-    """Bytes a second of reducing a large tensor, the faster of two ways."""
-    size = min(_READ_BYTES, available_memory() // 4)
-    data = torch.ones(size // 4, dtype=torch.float32)
-    largest = data.view(torch.int32).amax
-    return data.nbytes / min(_best_seconds(data.sum), _best_seconds(largest))
+def _measure_read(device: torch.device) -> float:
+    """Bytes a second of reducing a large tensor, the fastest of several ways."""
+    is_cpu = device.type == "cpu"
+    size = min(_READ_BYTES, available_memory() // 4) if is_cpu else _READ_BYTES
+    data = torch.ones(size // 4 // _READ_ROW, _READ_ROW, device=device)
+    vector = torch.ones(_READ_ROW, device=device)
+    half = data.view(torch.bfloat16)
+    half_vector = torch.ones(half.shape[1], dtype=half.dtype, device=device)
+    probes = (
+        data.sum,
+        data.view(torch.int32).amax,
+        lambda: torch.mv(data, vector),
+        lambda: torch.mv(half, half_vector),
+    )
+    return data.nbytes / min(_best_seconds(probe, device) for probe in probes)
 
 
-def _measure_gemm(dtype: torch.dtype) -> float:
-    """Operations a second of a product of square matrices."""
-    x = torch.randn(_GEMM_SIZE, _GEMM_SIZE).to(dtype)
-    weight = torch.randn(_GEMM_SIZE, _GEMM_SIZE).to(dtype)
-    return 2 * _GEMM_SIZE**3 / _best_seconds(lambda: torch.nn.functional.linear(x, weight))
+def _measure_gemm(dtype: torch.dtype, device: torch.device) -> float:
+    """Operations a second of a matrix product, the best of several sizes."""
+    return max(_gemm_rate(*sizes, dtype, device) for sizes in _GEMM_SIZES[device.type])
 
 
-def _best_seconds(function: Callable[[], object]) -> float:
+def _gemm_rate(
+    rows: int, inputs: int, outputs: int, dtype: torch.dtype, device: torch.device
+) -> float:
+    """Operations a second at these sizes: the weight as it comes, and where possible packed."""
+    x = torch.randn(rows, inputs, device=device).to(dtype)
+    weight = torch.randn(outputs, inputs, device=device).to(dtype)
+    transposed = weight.T.contiguous()
+    probes = [
+        lambda: torch.nn.functional.linear(x, weight),
+        lambda: torch.mm(x, transposed),
+    ]
+    is_bf16_cpu = device.type == "cpu" and dtype == torch.bfloat16
+    if is_bf16_cpu and torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+        linear = torch.ops.mkldnn._linear_pointwise
+        probes.append(lambda: linear(x, packed, None, "none", [], ""))
+    return 2 * rows * inputs * outputs / min(_best_seconds(probe, device) for probe in probes)
+
+
+def _best_seconds(function: Callable[[], object], device: torch.device) -> float:
     """The shortest call of those that fit into the time, after one that warms up."""
-    function()
+
+    def call() -> None:
+        function()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    call()
     best, end = float("inf"), time.perf_counter() + _SECONDS
     while best == float("inf") or time.perf_counter() < end:
         start = time.perf_counter()
-        function()
+        call()
         best = min(best, time.perf_counter() - start)
     return best
 

@@ -20,7 +20,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from nanoinfer.gguf import cache_home
+from nanoinfer.kernels.build import cache_home
 
 _QWEN3 = {
     "architectures": ["Qwen3ForCausalLM"],

@@ -13,11 +13,13 @@ import types
 import typing
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES |= {"float": torch.float32, "half": torch.float16}
 _DEVICE = r"auto|cpu|cuda(:\d+)?"
 
 
@@ -27,9 +29,9 @@ class EngineConfig:
 
     model: str
     """Folder with safetensors, GGUF file, or hub id ("Qwen/Qwen3-0.6B": downloads it)."""
-    tokenizer: str | None = None
+    tokenizer: str | Path | None = None
     """Folder or hub id of the tokenizer; None: the model's."""
-    dtype: str = "auto"
+    dtype: str | torch.dtype = "auto"
     """auto: the checkpoint's, but float32 on a CPU without bf16 instructions."""
     device: str = "auto"
     """auto, cpu or cuda."""
@@ -75,6 +77,10 @@ class EngineConfig:
         return torch.device(self.device)
 
     @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
     def use_compile(self) -> bool:
         wanted = self.torch_device.type == "cuda" if self.compile is None else self.compile
         return wanted and not self.enforce_eager
@@ -116,8 +122,11 @@ _MAYBE_COUNT = ("None or an integer >= 1", lambda v: v is None or _is_count(v))
 _FLAG = ("True or False", lambda v: isinstance(v, bool))
 _CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "model": ("a folder, a .gguf file or a hub id", lambda v: isinstance(v, str) and v != ""),
-    "tokenizer": ("None, a folder or a hub id", lambda v: v is None or isinstance(v, str)),
-    "dtype": _one_of("auto", *DTYPES),
+    "tokenizer": ("None, a folder or a hub id", lambda v: v is None or isinstance(v, str | Path)),
+    "dtype": (
+        f"auto or one of {', '.join(DTYPES)}",
+        lambda v: str(v).removeprefix("torch.") in ("auto", *DTYPES),
+    ),
     "device": ("auto, cpu, cuda or cuda:N", lambda v: bool(re.fullmatch(_DEVICE, str(v)))),
     "max_model_len": _MAYBE_COUNT,
     "max_num_seqs": _COUNT,

@@ -14,7 +14,8 @@ import tempfile
 import zipfile
 from pathlib import Path
 
-from nanoinfer.gguf import cache_home, convert_gguf
+from nanoinfer.gguf import convert_gguf
+from nanoinfer.kernels.build import cache_home
 
 logger = logging.getLogger("nanoinfer")
 

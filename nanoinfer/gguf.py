@@ -16,7 +16,6 @@ Shapes: H heads, D head dim, E hidden.
 
 import json
 import logging
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ import xxhash
 from safetensors.torch import save_file
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, processors
 from tokenizers.pre_tokenizers import ByteLevel, Digits, PreTokenizer, Sequence, Split
+
+from nanoinfer.kernels.build import cache_home
 
 logger = logging.getLogger("nanoinfer")
 
@@ -45,11 +46,6 @@ _CONTROL, _USER_DEFINED, _UNUSED = 3, 4, 5  # tokenizer.ggml.token_type
 class _Named(dict[str, Any]):
     def __missing__(self, name: str) -> Any:
         raise ValueError(f"{name} is missing")
-
-
-def cache_home() -> Path:
-    """Return the folder of everything that nanoinfer keeps between runs."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanoinfer"
 
 
 def convert_gguf(path: str | Path, cache_dir: Path | None = None) -> Path:

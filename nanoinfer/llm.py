@@ -54,12 +54,11 @@ class LLMEngine:
         self.config = config
         folder = find_checkpoint(config.model)
         self.model_config = ModelConfig.from_hf(folder)
-        tokenizer_folder = find_checkpoint(config.tokenizer) if config.tokenizer else folder
-        self.tokenizer = Tokenizer(tokenizer_folder, skip=skip_tokenizer_init)
+        named = config.tokenizer and find_checkpoint(config.tokenizer, with_weights=False)
+        self.tokenizer = Tokenizer(named or folder, skip=skip_tokenizer_init)
         found = load_generation_config(folder)
         self._eos_token_ids = self._find_eos_token_ids(found)
         self.generation_config = {} if config.generation_config == "ignore" else found
-        logger.info("sampling_params default to generation_config: %s", self.generation_config)
         self._runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
         self.kernels = self._runner.kernels.name
         self.max_model_len = self._runner.max_model_len
@@ -124,6 +123,7 @@ class LLMEngine:
         with self._lock:
             if not self.scheduler.has_work or self._runner is None:
                 return
+            start = time.perf_counter()
             try:
                 step = self.scheduler.schedule()
                 batch = Batch.build(step, self.config.block_size, self.config.torch_device)
@@ -133,6 +133,9 @@ class LLMEngine:
                 self.scheduler.reset(s for r in self._requests.values() for s in r.sequences)
                 raise
             self._num_steps += 1
+            if logger.isEnabledFor(logging.DEBUG):  # one line a step: `example.py --trace`
+                milliseconds = 1e3 * (time.perf_counter() - start)
+                logger.debug("%s  %.1f ms", self.scheduler.describe(step), milliseconds)
             for request in {seq.request for seq, *_ in step}:
                 self._note_progress(request)
 
@@ -179,7 +182,8 @@ class LLM:
     """vLLM's offline API: `LLM("Qwen/Qwen3-0.6B").generate("Hello")`.
 
     `model` is a folder, a GGUF file or a hub id; keywords are the fields of `EngineConfig`. An
-    unknown keyword is a TypeError. Usable as a context manager, which frees everything at the end.
+    unknown keyword is a TypeError; vLLM's disable_log_stats is taken and does nothing. Usable as a
+    context manager, which frees everything at the end.
     """
 
     def __init__(
@@ -195,6 +199,8 @@ class LLM:
             raise ValueError("trust_remote_code: got True, need False; checkpoints are data here")
         config = EngineConfig(model=str(model), **kwargs)
         self.engine = LLMEngine(config, skip_tokenizer_init=skip_tokenizer_init)
+        if (defaults := self.get_default_sampling_params()) != SamplingParams():
+            logger.info("sampling_params default to generation_config: %s", defaults)
 
     def __enter__(self) -> "LLM":
         return self
@@ -262,8 +268,8 @@ class LLM:
     ) -> Iterator[RequestOutput]:
         """Yield what is new, as it comes, for one or many prompts.
 
-        Each item is a RequestOutput (tell them apart by `request_id`) whose outputs hold only the
-        text and token_ids since the request's last item. Leaving the loop aborts what is left.
+        Each item is a RequestOutput (tell them apart by `request_id`) whose outputs[i] hold only
+        the text and token_ids since the request's last item. Leaving the loop aborts what is left.
         """
         return self._stream(self._make_requests(prompts, sampling_params))
 

@@ -33,12 +33,13 @@ _FUSED = {
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")  # old Llama files hold what is computed here
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "tokenizer.model"]
+_HUB_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
 
-def find_checkpoint(model: str | Path) -> Path:
+def find_checkpoint(model: str | Path, with_weights: bool = True) -> Path:
     """Folder of a model: the folder itself, a converted GGUF file, or a hub id's snapshot.
 
+    `with_weights=False` downloads no weights from the hub: a tokenizer needs none.
     Raises ValueError when there is none.
     """
     path = Path(model).expanduser()
@@ -56,7 +57,8 @@ def find_checkpoint(model: str | Path) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(name, allow_patterns=_HUB_FILES))
+        files = _HUB_FILES + ["*.safetensors"] * with_weights
+        return Path(snapshot_download(name, allow_patterns=files))
     except Exception as error:
         raise ValueError(
             f"model: {name!r} is no local folder, and could not be had from the hub "

@@ -4,7 +4,7 @@ In: a `Batch`. Out: per scheduled sequence the sampled token ids and the log pro
 for. It never sees a Sequence, and the engine above never sees a tensor.
 
 At start: choose dtype and kernels, build the model, load it, see how much memory is left, allocate
-the KV caches. Invariant: after construction no step allocates anything that grows.
+the KV caches. Invariant: weights and KV pool are all that stays allocated between steps.
 
 A production engine adds: CUDA graphs, several ranks, overlap of host and device.
 """
@@ -30,6 +30,7 @@ from nanoinfer.scheduler import SampledTokens
 logger = logging.getLogger("nanoinfer")
 
 _GIB = 1 << 30
+_MIN_CACHED_BLOCKS = 1 << 14
 _PROMPT_LOGPROB_ROWS = 64  # logits of this many prompt rows at a time: bounds memory
 
 
@@ -39,7 +40,7 @@ class ModelRunner:
         self._device = config.torch_device
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device: got {config.device!r}, need cpu: this torch sees no GPU")
-        dtype = choose_dtype(config.dtype, model_config.dtype, self._device)
+        dtype = choose_dtype(config.dtype_name, model_config.dtype, self._device)
         self.kernels = select_kernels(self._device, config.kernels, config.use_compile)
         longest = config.max_model_len or model_config.max_model_len
         if longest > model_config.max_model_len:
@@ -50,6 +51,7 @@ class ModelRunner:
         self._model = CausalLM(
             model_config, longest, self.kernels, dtype=dtype, device=self._device
         )
+        logger.info("loading %s as %s", folder.name, str(dtype).removeprefix("torch."))
         load_weights(self._model, folder, tie=model_config.tie_word_embeddings)
         if self.kernels.pack_weights:
             for module in self._model.modules():
@@ -97,8 +99,10 @@ class ModelRunner:
             return config.num_kv_blocks
         bytes_per_block = config.block_size * sum(s.bytes_per_token for s in self._specs)
         budget = config.kv_cache_memory or self._free_memory(config, longest)
-        # More than every sequence at full length would never be used.
+        # More than every sequence at full length holds, and some to find again, is only overhead.
         useful = config.max_num_seqs * -(-longest // config.block_size)
+        if config.enable_prefix_caching:
+            useful = max(useful, _MIN_CACHED_BLOCKS)
         num_blocks = min(budget // bytes_per_block - 1, useful)
         if num_blocks < 1:
             raise ValueError(
@@ -137,7 +141,7 @@ class ModelRunner:
 
 def choose_dtype(wanted: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
     """The engine's dtype: as asked, or the checkpoint's as far as the device is good at it."""
-    if wanted == "float16" and device.type == "cpu":
+    if DTYPES.get(wanted) == torch.float16 and device.type == "cpu":
         raise ValueError("dtype: got float16 on a CPU, need float32 or bfloat16")
     if wanted != "auto":
         return DTYPES[wanted]

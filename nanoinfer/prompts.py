@@ -19,7 +19,7 @@ def as_prompt_list(prompts: Any) -> list[Prompt]:
         return [prompts]
     if isinstance(prompts, bytes) or not isinstance(prompts, Iterable):
         raise ValueError(f"prompts: got {prompts!r:.80}, need {PROMPT_FORMS}, or a list of them")
-    each = list(prompts)
+    each = list(prompts.tolist() if hasattr(prompts, "tolist") else prompts)
     return [each] if each and isinstance(each[0], Integral) else each
 
 
@@ -33,14 +33,22 @@ def as_conversations(messages: Any) -> list[Any]:
     return list(each)
 
 
+def flatten_text(message: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's content parts, if all of them are text, as one string."""
+    parts = message.get("content")
+    if not isinstance(parts, list) or any(part.get("type") != "text" for part in parts):
+        return dict(message)
+    return {**message, "content": "".join(part["text"] for part in parts)}
+
+
 def unwrap_prompt(prompt: Prompt) -> tuple[str | None, Any]:
     """A prompt in any form -> (its text if given, its token ids if given)."""
     if isinstance(prompt, str):
         return prompt, None
     if not isinstance(prompt, Mapping):
         return None, prompt
-    unknown = set(prompt) - {"prompt", "prompt_token_ids"}
-    if unknown or not prompt:
+    given = {key for key, value in prompt.items() if value is not None}
+    if given - {"prompt", "prompt_token_ids"} or not prompt:
         got = sorted(prompt, key=str)
         raise ValueError(f"prompt: got keys {got}, need 'prompt' (text) or 'prompt_token_ids'")
     text = prompt.get("prompt")

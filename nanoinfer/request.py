@@ -4,6 +4,7 @@ In: a checked prompt and SamplingParams; later the log probabilities of the prom
 Out: `RequestOutput`s, of everything (`output`) or of what is new since the last one (`delta`).
 """
 
+import dataclasses
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -68,16 +69,21 @@ class Request:
 
     def delta(self) -> RequestOutput | None:
         """What is new since the last call; None when that is nothing."""
-        new = []
+        completions, is_news = [], False
         for i, seq in enumerate(self.sequences):
             num_tokens, num_chars, was_finished = self._reported[i]
             completion = self._completion(seq, num_tokens, num_chars)
-            if completion.token_ids or completion.text or seq.is_finished != was_finished:
-                new.append(completion)
+            completions.append(completion)
+            has_text = bool(completion.token_ids or completion.text)
+            is_news |= has_text or seq.is_finished != was_finished
             num_tokens += len(completion.token_ids)
             num_chars += len(completion.text)
             self._reported[i] = (num_tokens, num_chars, seq.is_finished)
-        return self._output(new) if new else None
+        return self._output(completions) if is_news else None
+
+    @property
+    def _reports_prompt(self) -> bool:
+        return self.params.prompt_logprobs is not None
 
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
         return RequestOutput(
@@ -86,9 +92,9 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             outputs=completions,
             finished=self.is_finished,
-            prompt_logprobs=None if self.params.prompt_logprobs is None else self.prompt_logprobs,
+            prompt_logprobs=self.prompt_logprobs[:] if self._reports_prompt else None,
             num_cached_tokens=self.sequences[0].num_cached_tokens,
-            metrics=self.metrics,
+            metrics=dataclasses.replace(self.metrics),
         )
 
     def _completion(self, seq: "Sequence", from_token: int, from_char: int) -> CompletionOutput:

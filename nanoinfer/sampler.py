@@ -13,7 +13,7 @@ whatever its neighbours, chunking, preemption or device; the filters only need a
 
 Noise is bounded (24-bit u: g <= 17.4), so it is computed only where it can still decide: first for
 the largest few logits; then, if the rest could still win, for ids whose hash alone is large enough.
-Nothing sorts the vocabulary.
+The vocabulary is never sorted as a whole.
 
 R rows, V vocabulary, C candidates.
 """
@@ -125,10 +125,9 @@ def _thresholds(scores: Tensor, values: Tensor, sampling: SamplingBatch, rows: T
     """Smallest score that min_p, then top_k, then top_p leave; ties with it stay. [R]"""
     threshold = sampling.min_p[rows].log()  # of a probability relative to the largest: score >= it
     top_k = sampling.top_k[rows]
-    widest = int(top_k.max())
-    if widest > values.size(-1):
-        values = scores.topk(min(widest, scores.size(-1)), dim=-1).values
     kth = values.gather(-1, (top_k.clamp(1, values.size(-1)) - 1).unsqueeze(-1)).squeeze(-1)
+    for row in (top_k > values.size(-1)).nonzero().flatten().tolist():
+        kth[row] = scores[row].topk(min(int(top_k[row]), scores.size(-1))).values[-1]
     threshold = torch.where(top_k > 0, torch.maximum(threshold, kth), threshold)
     for row in (sampling.top_p[rows] < 1).nonzero().flatten().tolist():
         top_p = float(sampling.top_p[rows[row]])

@@ -55,16 +55,6 @@ class SamplingParams:
         if self.stop and not self.detokenize:
             raise ValueError(f"stop: got {self.stop!r} with detokenize=False; stop needs the text")
 
-    @property
-    def is_greedy(self) -> bool:
-        return self.temperature == 0
-
-    @property
-    def has_penalties(self) -> bool:
-        return bool(
-            self.presence_penalty or self.frequency_penalty or self.repetition_penalty != 1.0
-        )
-
     @classmethod
     def from_generation_config(cls, found: dict[str, Any]) -> "SamplingParams":
         """The defaults that a checkpoint's generation_config.json suggests."""

@@ -13,7 +13,7 @@ from collections.abc import Sequence as Ids
 from pathlib import Path
 from typing import Any
 
-from nanoinfer.prompts import PROMPT_FORMS, Prompt, unwrap_prompt
+from nanoinfer.prompts import PROMPT_FORMS, Prompt, flatten_text, unwrap_prompt
 from nanoinfer.sampling_params import SamplingParams
 
 _FILES = ("tokenizer.json", "tokenizer_config.json", "tokenizer.model", "vocab.json")
@@ -74,9 +74,11 @@ class Tokenizer:
                 f"chat: {self._folder} has no chat template (chat_template.jinja or "
                 "tokenizer_config.json); pass chat_template=..., or use generate"
             )
-        text = hf.apply_chat_template(
-            messages, chat_template=chat_template, tokenize=False, **template_kwargs
-        )
+        options = {"chat_template": chat_template, "tokenize": False, **template_kwargs}
+        try:
+            text = hf.apply_chat_template([flatten_text(m) for m in messages], **options)
+        except Exception as error:  # jinja's, and whatever a template's code raises
+            raise ValueError(f"chat: the template failed: {error}") from error
         return {
             "prompt": text,
             "prompt_token_ids": hf.encode(text, add_special_tokens=False),

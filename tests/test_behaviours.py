@@ -1041,8 +1041,9 @@ def test_stream_items_concatenate_to_what_generate_returns(make, prompts, option
     found, logprobs = defaultdict(list), defaultdict(list)
     items = list(llm.stream(each, params))
     for item in items:
+        assert [part.index for part in item.outputs] == list(range(n))
+        assert any(part.token_ids or part.text or part.finish_reason for part in item.outputs)
         for part in item.outputs:
-            assert part.token_ids or part.text or part.finish_reason
             logprobs[int(item.request_id), part.index] += part.logprobs
     found = {(int(r), i): answer for (r, i), answer in collect(items).items()}
     assert [found[key] for key in sorted(found)] == whole(outputs)

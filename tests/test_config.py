@@ -364,7 +364,7 @@ FLAGS = (None, "yes", 2)
 BAD_VALUES: dict[str, tuple] = {
     "model": ("", None, 3),
     "tokenizer": (3,),
-    "dtype": ("int8", "fp32", None, torch.float32),
+    "dtype": ("int8", "fp32", None, torch.int8),
     "device": ("tpu", "", "cpuu", None, "cpu:x", "cuda:x"),
     "max_model_len": COUNTS,
     "max_num_seqs": (*COUNTS, None),

@@ -13,6 +13,7 @@ A production engine ships binaries for several CPUs and picks one at run time.
 
 import ctypes
 import functools
+import logging
 import os
 import platform
 import shlex
@@ -23,6 +24,8 @@ from subprocess import PIPE, STDOUT, run
 
 import torch
 import xxhash
+
+logger = logging.getLogger("nanoinfer")
 
 # Never -ffast-math: masks are -inf. What is left of it here keeps inf, NaN and the order of sums.
 _FLAGS = (
@@ -49,8 +52,12 @@ def load_library(source_folder: Path = Path(__file__).parent) -> ctypes.CDLL:
     headers = sorted(source_folder.glob("*.h"))
     texts = (path.read_text() for path in (*sources, *headers))
     key = xxhash.xxh3_128_hexdigest("\0".join((*recipe, *texts)).encode())
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return _open_or_build(Path(home, "nanoinfer", "kernels", f"{key}.so"), compiler, sources)
+    return _open_or_build(cache_home() / "kernels" / f"{key}.so", compiler, sources)
+
+
+def cache_home() -> Path:
+    """The folder of everything that nanoinfer keeps between runs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "nanoinfer"
 
 
 def cpu_features() -> frozenset[str]:
@@ -107,6 +114,7 @@ def _open(path: Path) -> ctypes.CDLL | None:
 
 
 def _compile(compiler: tuple[str, ...], sources: tuple[Path, ...], built: Path) -> None:
+    logger.info("compiling %d C++ kernels, once", len(sources))
     _run([*compiler, *_FLAGS, _native_flag(), *map(str, sources), "-o", str(built)])
     with built.open("r+b") as file:
         digest = xxhash.xxh3_128_digest(file.read())

@@ -10,7 +10,7 @@ Methods differ only in the frequencies f_i = theta^(-2i/R), computed once:
     llama3   low frequencies / factor, high ones kept, a ramp between
     yarn     the same idea with a ramp over dimensions, and cos, sin scaled by an attention factor
 `dynamic` and `longrope` change with the sequence's length; cached keys cannot be turned again, so
-they are refused (see config.py).
+they are refused (see model_config.py).
 """
 
 import math
