@@ -1,13 +1,11 @@
 """Throughput on random tokens, by nano-vllm's recipe.
 
-In: how many sequences, and the ranges that their lengths are drawn from. Out: a table and, as the
-last line, the same as JSON. Prompts are random token ids, temperature is 0.6, eos is ignored, and
-nothing is detokenised; a warm-up comes first and is not counted. The work depends on --seed alone.
-
-Prefill rate: all prompt tokens over the time until the last request's first token. Decode rate: the
-tokens after each request's first, over the time from the earliest first token to the end. Where
-steps mix prompts and decoding these times overlap, so both rates are then too low, never too high.
-Shares: least time for this work on this machine (benchmarks/limits.py) over the measured time.
+In: number and ranges of lengths; the work depends on --seed alone. Out: a table, then one JSON line.
+Prompts are random ids, temperature is 0.6, eos is ignored; a warm-up comes first, not counted.
+Prefill rate: prompt tokens over the time until the last first token. Decode rate: tokens after each
+first one, over the time from the earliest first token to the end. Where steps mix both, the times
+overlap: each rate is then too low, never too high. Shares: least time for this work by
+benchmarks/limits.py over measured time.
 
     python bench.py                        # the demo model
     python bench.py --shape qwen3-0.6b     # random weights in that shape
@@ -50,14 +48,14 @@ def main() -> None:
         model = llm.engine.model_config
         dtype = choose_dtype(llm.engine.config.dtype_name, model.dtype, device)
         rng = random.Random(args.seed)
-        warm_up = [draw_prompt(rng, lens_in, model.vocab_size) for _ in range(min(num_seqs, 4))]
-        prompts = [draw_prompt(rng, lens_in, model.vocab_size) for _ in range(num_seqs)]
+        ids, draw = range(model.vocab_size), rng.randint
+        warm_up = [rng.choices(ids, k=draw(*lens_in)) for _ in range(min(num_seqs, 4))]
+        prompts = [rng.choices(ids, k=draw(*lens_in)) for _ in range(num_seqs)]
         params = [draw_params(rng, lens_out) for _ in range(num_seqs)]
         llm.generate(warm_up, draw_params(rng, (4, 4)), use_tqdm=False)
         before, start = llm.stats(), time.perf_counter()
         outputs = llm.generate(prompts, params, use_tqdm=False)
         seconds, after = time.perf_counter() - start, llm.stats()
-
     result = summarise(outputs, seconds)
     resident = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # KiB, but bytes on macOS
     result["peak_resident_mib"] = resident >> (20 if sys.platform == "darwin" else 10)
@@ -77,8 +75,7 @@ def main() -> None:
 
 
 def parse_args() -> argparse.Namespace:
-    epilog = "Without --model or --shape the demo model is used (downloads 93 MB once)."
-    parser = argparse.ArgumentParser(description="Throughput on random tokens.", epilog=epilog)
+    parser = argparse.ArgumentParser(epilog="No --model, no --shape: the demo model (93 MB).")
     parser.add_argument("--shape", choices=SHAPES, help="random weights in place of --model")
     parser.add_argument("--num-seqs", type=int, help="requests, all sent at once")
     for flag in ("--input-len", "--output-len"):
@@ -93,10 +90,6 @@ def parse_args() -> argparse.Namespace:
         if not 1 <= low <= high:
             parser.error(f"lengths: got {low} {high}, need 1 <= MIN <= MAX")
     return args
-
-
-def draw_prompt(rng: random.Random, lengths: tuple[int, int], vocab_size: int) -> list[int]:
-    return [rng.randrange(vocab_size) for _ in range(rng.randint(*lengths))]
 
 
 def draw_params(rng: random.Random, lengths: tuple[int, int]) -> SamplingParams:

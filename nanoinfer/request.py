@@ -81,18 +81,15 @@ class Request:
             self._reported[i] = (num_tokens, num_chars, seq.is_finished)
         return self._output(completions) if is_news else None
 
-    @property
-    def _reports_prompt(self) -> bool:
-        return self.params.prompt_logprobs is not None
-
     def _output(self, completions: list[CompletionOutput]) -> RequestOutput:
+        wants_prompt = self.params.prompt_logprobs is not None
         return RequestOutput(
             request_id=self.request_id,
             prompt=self.prompt,
             prompt_token_ids=self.prompt_token_ids,
             outputs=completions,
             finished=self.is_finished,
-            prompt_logprobs=self.prompt_logprobs[:] if self._reports_prompt else None,
+            prompt_logprobs=self.prompt_logprobs[:] if wants_prompt else None,
             num_cached_tokens=self.sequences[0].num_cached_tokens,
             metrics=dataclasses.replace(self.metrics),
         )

@@ -116,12 +116,10 @@ class Scheduler:
     def describe(self, step: list[ScheduledSequence]) -> str:
         """A step that was committed, in one line: request.child[first:last], and the pool."""
         who = ", ".join(f"{s.request.request_id}.{s.index}[{a}:{a + n}]" for s, a, n, _ in step)
-        blocks, num_tokens = self.block_manager, sum(entry.num_tokens for entry in step)
-        return (
-            f"{num_tokens} tokens: {who}  |  {len(self.waiting)} waiting, "
-            f"{blocks.num_blocks - blocks.num_free_blocks} of {blocks.num_blocks} blocks used, "
-            f"{self.num_prefix_hit_tokens} prefix hits"
-        )
+        num_tokens, blocks = sum(entry.num_tokens for entry in step), self.block_manager
+        used = f"{blocks.num_blocks - blocks.num_free_blocks} of {blocks.num_blocks} blocks used"
+        hits = f"{self.num_prefix_hit_tokens} prefix hits"
+        return f"{num_tokens} tokens: {who}  |  {len(self.waiting)} waiting, {used}, {hits}"
 
     def _schedule_running(self) -> list[ScheduledSequence]:
         step: list[ScheduledSequence] = []

@@ -112,7 +112,8 @@ def collect(stream):
     for item in stream:
         for part in item.outputs:
             answer = found[item.request_id, part.index]
-            assert answer[2] is None, "an item after the last one"
+            is_news = part.token_ids or part.text or part.finish_reason != answer[2]
+            assert answer[2] is None or not is_news, "news after the last one"
             answer[0] += part.token_ids
             answer[1] += part.text
             answer[2:] = part.finish_reason, part.stop_reason
