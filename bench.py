@@ -1,13 +1,12 @@
 """Throughput on random tokens, by nano-vllm's recipe.
 
-In: number and ranges of lengths; the work depends on --seed alone. Out: a table, then one JSON line.
+In: number and ranges of lengths; the work depends on --seed alone. Out: a table, then JSON.
 Prompts are random ids, temperature is 0.6, eos is ignored; a warm-up comes first, not counted.
 Prefill rate: prompt tokens over the time until the last first token. Decode rate: tokens after each
 first one, over the time from the earliest first token to the end. Where steps mix both, the times
 overlap: each rate is then too low, never too high. Shares: least time for this work by
 benchmarks/limits.py over measured time.
 
-    python bench.py                        # the demo model
     python bench.py --shape qwen3-0.6b     # random weights in that shape
     python bench.py --model MODEL --num-seqs 64 --input-len 100 1024 --output-len 100 1024
 """
@@ -66,8 +65,7 @@ def main() -> None:
     floor, roofline = (floor_seconds(model, work, limits, dtype, overlap=o) for o in (False, True))
     result["share_of_limits"] = round(floor / seconds, 3)
     result["share_of_roofline"] = round(share(roofline, seconds), 3)
-    for name in ("steps", "preemptions"):
-        result[name] = getattr(after, name) - getattr(before, name)
+    result |= {k: getattr(after, k) - getattr(before, k) for k in ("steps", "preemptions")}
     for name, value in result.items():
         print(f"{name.replace('_', ' '):<32}{'-' if value is None else f'{value:,}':>12}")
     about = {"model": args.shape or args.model or "demo", "num_seqs": num_seqs}
@@ -98,12 +96,12 @@ def draw_params(rng: random.Random, lengths: tuple[int, int]) -> SamplingParams:
 
 
 def summarise(outputs: list[RequestOutput], seconds: float) -> dict[str, int | float | None]:
-    num_in = sum(len(output.prompt_token_ids) for output in outputs)
     counts = [len(output.outputs[0].token_ids) for output in outputs]
-    num_out, num_later = sum(counts), sum(counts) - len(counts)
+    num_in, num_out = sum(len(output.prompt_token_ids) for output in outputs), sum(counts)
     names = ("arrival_time", "first_token_time", "finished_time")
     came, first, end = ([getattr(output.metrics, name) for output in outputs] for name in names)
     waits = [f - c for f, c in zip(first, came, strict=True)]
+    later = num_out - len(outputs)
     gaps = [(e - f) / (n - 1) for e, f, n in zip(end, first, counts, strict=True) if n > 1]
     return {
         "prompt_tokens": num_in,
@@ -112,7 +110,7 @@ def summarise(outputs: list[RequestOutput], seconds: float) -> dict[str, int | f
         "output_tokens_per_second": round(num_out / seconds, 1),
         "total_tokens_per_second": round((num_in + num_out) / seconds, 1),
         "prefill_tokens_per_second": round(num_in / (max(first) - min(came)), 1),
-        "decode_tokens_per_second": round(num_later / (max(end) - min(first)), 1) if gaps else None,
+        "decode_tokens_per_second": round(later / (max(end) - min(first)), 1) if gaps else None,
         "median_seconds_to_first_token": round(statistics.median(waits), 4),
         "median_seconds_per_output_token": round(statistics.median(gaps), 5) if gaps else None,
     }
