@@ -185,12 +185,13 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan():
     v_cache[page, 0, 0, 6] = torch.inf
     out = cpu_kernel()(q, k_cache, v_cache, *rest)
     torch.testing.assert_close(out[0, 0], v_cache[page, 0, 0], equal_nan=True, atol=0, rtol=0)
-    # Two equally likely keys: the mean of 1 and the next bf16 is a tie, which goes to even.
+    # Two equally likely keys: the mean of two neighbours is a tie, which goes to the even one.
     q, k_cache, v_cache, *rest = make_case([(1, 2)], 1, 1, dtype=torch.bfloat16)
     page = rest[0][0, 0].item()
     k_cache[page, 1] = k_cache[page, 0]
-    v_cache[page, 0], v_cache[page, 1] = 1.0, 1.0 + 2**-7
-    assert cpu_kernel()(q, k_cache, v_cache, *rest).eq(1.0).all()
+    for low, high, even in ((1.0, 1.0 + 2**-7, 1.0), (1.0 + 2**-7, 1.0 + 2**-6, 1.0 + 2**-6)):
+        v_cache[page, 0], v_cache[page, 1] = low, high
+        assert cpu_kernel()(q, k_cache, v_cache, *rest).eq(even).all()
 
 
 def test_nan_in_a_query_reaches_its_own_row_only(attention):
