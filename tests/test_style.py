@@ -28,7 +28,7 @@ CPP_FILES = sorted(
 BUDGETS = {
     "llm.py": 250,
     "config.py": 120,
-    "model_config.py": 150,
+    "model_config.py": 160,
     "sampling_params.py": 120,
     "prompts.py": 80,
     "request.py": 120,
@@ -49,6 +49,7 @@ BUDGETS = {
     "layers/attention.py": 150,
     "layers/activation.py": 150,
     "layers/embedding.py": 150,
+    "layers/parameter.py": 80,
     "models/qwen3.py": 250,
     "kernels/*.py": 200,
     "kernels/paged_attention.cpp": 300,
@@ -62,9 +63,9 @@ TEXT_PATH = [
     *("model_config.py", "prompts.py", "tokenizer.py"),
     *("scheduler.py", "block_manager.py", "batch.py", "model_runner.py", "loader.py", "sampler.py"),
     *("layers/linear.py", "layers/rotary_embedding.py", "layers/layernorm.py"),
-    *("layers/attention.py", "layers/activation.py", "models/qwen3.py"),
+    *("layers/attention.py", "layers/activation.py", "layers/parameter.py", "models/qwen3.py"),
 ]
-TEXT_PATH_BUDGET = 2000
+TEXT_PATH_BUDGET = 2300
 MAX_FUNCTION_LINES = 40
 MAX_MEDIAN_TOKENS = 9  # a line, in the whole package
 MAX_MEDIAN_TOKENS_OF_A_FILE = 14  # formulas are denser than the rest
