@@ -16,6 +16,7 @@ import json
 import os
 import re
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,7 +32,6 @@ _FUSED = {
     "up_proj": "gate_up_proj",
 }
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")  # old Llama files hold what is computed here
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _HUB_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
@@ -81,7 +81,7 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
                     raise ValueError(
                         f"{path}: tensor {name!r} is there twice, or not part of this architecture"
                     )
-                _copy(_destination(model, target, shard), file.get_tensor(name), name, path)
+                _load(model, target, shard, file.get_tensor(name), name, path)
                 missing.remove((target, shard))
     head, embedding = ("lm_head.weight", ""), parameters["model.embed_tokens.weight"]
     if tie and (head in missing or torch.equal(parameters["lm_head.weight"], embedding)):
@@ -140,19 +140,13 @@ def _target(name: str) -> tuple[str, str]:
 
 def _shards(model: nn.Module, parameter: str) -> list[str]:
     module = model.get_submodule(parameter.rpartition(".")[0])
-    return list(module.shards) if isinstance(module, Linear) else [""]
+    return list(module.cuts) if isinstance(module, Linear) else [""]
 
 
-def _destination(model: nn.Module, parameter: str, shard: str) -> Tensor:
-    parent, _, kind = parameter.rpartition(".")
-    module = model.get_submodule(parent)
-    return module.part(kind, shard) if isinstance(module, Linear) else getattr(module, kind).data
-
-
-def _copy(destination: Tensor, tensor: Tensor, name: str, path: Path) -> None:
-    if tensor.shape != destination.shape or tensor.dtype not in _FLOATS:
-        raise ValueError(
-            f"{path}: {name!r} is {tensor.dtype} {list(tensor.shape)}, need float "
-            f"{list(destination.shape)} as config.json says"
-        )
-    destination.copy_(tensor)
+def _load(model: nn.Module, target: str, shard: str, tensor: Tensor, name: str, path: Path) -> None:
+    parent, _, kind = target.rpartition(".")
+    module: Any = model.get_submodule(parent)
+    try:
+        module.load(kind, shard, tensor)
+    except ValueError as error:
+        raise ValueError(f"{path}: {name!r} {error}") from error

@@ -34,13 +34,23 @@ class RopeConfig:
     mscale: float | None = None
     mscale_all_dim: float | None = None
     truncate: bool = True
+    # Pruning of YaRN's frequencies: of those for `frequency_dim` dimensions R/2 must be left.
+    frequency_dim: int | None = None  # rotary_dim, if nothing is pruned
+    high_freq_cycle_threshold: float | None = None  # in tokens per turn
+    rope_freq_sample_interval: int = 1
+    # Which dimensions of a head are turned, in which pairs, by which of a token's positions.
+    offset: int = 0
+    is_interleaved: bool = False
+    mrope_section: tuple[int, ...] | None = None
+    is_mrope_interleaved: bool = False
 
     @classmethod
     def from_hf(cls, hf: Any, head_dim: int) -> "RopeConfig":
         """From transformers' normalised `rope_parameters` (old and new JSON both end there)."""
         rope = dict(hf.rope_parameters)
         optional = ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow",
-                    "attention_factor", "mscale", "mscale_all_dim", "truncate")  # fmt: skip
+                    "attention_factor", "mscale", "mscale_all_dim", "truncate",
+                    "high_freq_cycle_threshold", "rope_freq_sample_interval")  # fmt: skip
         original = rope.get("original_max_position_embeddings") or hf.max_position_embeddings
         return cls(
             head_dim=head_dim,
@@ -49,6 +59,8 @@ class RopeConfig:
             kind=rope["rope_type"],
             factor=float(rope.get("factor") or hf.max_position_embeddings / original),
             original_max_position=original,
+            mrope_section=tuple(rope["mrope_section"]) if rope.get("mrope_section") else None,
+            is_mrope_interleaved=bool(rope.get("mrope_interleaved")),
             **{name: rope[name] for name in optional if rope.get(name) is not None},
         )
 

@@ -54,8 +54,9 @@ class ModelRunner:
         logger.info("loading %s as %s", folder.name, str(dtype).removeprefix("torch."))
         load_weights(self._model, folder, tie=model_config.tie_word_embeddings)
         if self.kernels.pack_weights:
+            embedding = self._model.model.embed_tokens.weight
             for module in self._model.modules():
-                if isinstance(module, Linear):
+                if isinstance(module, Linear) and module.weight is not embedding:
                     module.pack()
         self._specs = self._model.cache_specs()
         self._caches = self._allocate(1)

@@ -16,11 +16,19 @@ from torch import Tensor
 
 from nanoinfer.kernels.build import KernelBuildError, load_library, num_threads
 from nanoinfer.kernels.gumbel import draw_wide_ref, make_draw_wide_cpu
+from nanoinfer.kernels.norm_rope_store import (
+    make_norm_rope_store,
+    make_norm_rope_store_cpu,
+    norm_rope_ref,
+    norm_rope_store_ref,
+)
 from nanoinfer.kernels.paged_attention import make_paged_attention_cpu, paged_attention_ref
+from nanoinfer.kernels.quantize import Quantized
 from nanoinfer.kernels.rms_norm import (
+    RmsNormCpu,
     add_rms_norm_ref,
-    make_add_rms_norm_cpu,
-    make_rms_norm_cpu,
+    rms_norm_gated_ref,
+    rms_norm_quantized_ref,
     rms_norm_ref,
 )
 from nanoinfer.kernels.rotary import make_rotary_cpu, rotary_ref
@@ -37,11 +45,25 @@ class Kernels(NamedTuple):
     pack_weights: bool = False
     rms_norm: Callable[..., Tensor] = rms_norm_ref
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm_ref
-    rotary: Callable[..., tuple[Tensor, Tensor]] = rotary_ref
+    rms_norm_gated: Callable[..., Tensor] = rms_norm_gated_ref
+    rms_norm_quantized: Callable[..., tuple[Quantized, Tensor | None]] = rms_norm_quantized_ref
+    rotary: Callable[..., tuple[Tensor, Tensor | None]] = rotary_ref
     silu_mul: Callable[..., Tensor] = silu_mul_ref
     store_kv: Callable[..., None] = store_kv_ref
+    norm_rope_store: Callable[..., Tensor] = norm_rope_store_ref
     paged_attention: Callable[..., Tensor] = paged_attention_ref
     draw_wide: Callable[..., Tensor] = draw_wide_ref
+
+
+# What torch.compile fuses: elementwise, with at most a sum over a row.
+_ELEMENTWISE = {
+    "rms_norm": rms_norm_ref,
+    "add_rms_norm": add_rms_norm_ref,
+    "rms_norm_gated": rms_norm_gated_ref,
+    "rms_norm_quantized": rms_norm_quantized_ref,
+    "rotary": rotary_ref,
+    "silu_mul": silu_mul_ref,
+}
 
 
 def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Kernels:
@@ -50,17 +72,20 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
     if kernels == "auto" and device.type == "cpu":
         table = _cpu_kernels()
     if use_compile:
-        elementwise = ("rms_norm", "add_rms_norm", "rotary", "silu_mul")
-        for op in elementwise:
-            own = _own_copy(getattr(Kernels(), op))  # what is compiled is the reference
-            compiled: Any = torch.compile(own, dynamic=True, fullgraph=True)
-            table = table._replace(**{op: compiled})
+        compiled = {op: _compile(reference) for op, reference in _ELEMENTWISE.items()}
+        fused = make_norm_rope_store(_compile(norm_rope_ref), table.store_kv)
+        table = table._replace(**compiled, norm_rope_store=fused)
     return table
+
+
+def _compile(function: Any) -> Any:
+    return torch.compile(_own_copy(function), dynamic=True, fullgraph=True)
 
 
 def _own_copy(function: Any) -> FunctionType:
     """torch.compile keeps graphs by code object, a few for each: engines must not share one."""
-    return FunctionType(function.__code__.replace(), function.__globals__, function.__name__)
+    code = function.__code__.replace()
+    return FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
 
 
 def _cpu_kernels() -> Kernels:
@@ -73,14 +98,18 @@ def _cpu_kernels() -> Kernels:
         logger.warning("no C++ kernels, running the PyTorch references (slower): %s", error)
         return Kernels(pack_weights=pack_weights)
     threads = num_threads(library)
+    norms = RmsNormCpu(library, threads)
     return Kernels(
         name="cpu",
         pack_weights=pack_weights,
-        rms_norm=make_rms_norm_cpu(library, threads),
-        add_rms_norm=make_add_rms_norm_cpu(library, threads),
+        rms_norm=norms.rms_norm,
+        add_rms_norm=norms.add_rms_norm,
+        rms_norm_gated=norms.rms_norm_gated,
+        rms_norm_quantized=norms.rms_norm_quantized,
         rotary=make_rotary_cpu(library, threads),
         silu_mul=make_silu_mul_cpu(library, threads),
         store_kv=make_store_kv_cpu(library, threads),
+        norm_rope_store=make_norm_rope_store_cpu(library, threads),
         paged_attention=make_paged_attention_cpu(library, threads),
         draw_wide=make_draw_wide_cpu(library),
     )

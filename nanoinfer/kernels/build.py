@@ -39,20 +39,25 @@ class KernelBuildError(RuntimeError):
     """The kernels cannot be built here; the message is one line that says why."""
 
 
-def load_library(source_folder: Path = Path(__file__).parent) -> ctypes.CDLL:
+def load_library(
+    source_folder: Path = Path(__file__).parent, machine_flag: str | None = None
+) -> ctypes.CDLL:
     """Open the library of all `*.cpp` in a folder; compile it when the cache has none.
 
+    machine_flag: the compiler's flag for the CPU, this very one by default; an older one's code
+    ("-march=x86-64-v3") runs here too.
     Compiler: $CXX, else c++, g++ or clang++. Cache: $XDG_CACHE_HOME/nanoinfer/kernels.
     Raises KernelBuildError where there is no compiler or it fails.
     """
     compiler = _find_compiler()
     sources = tuple(sorted(source_folder.glob("*.cpp")))
     version = _run([*compiler, "--version"])
-    recipe = (*compiler, version, *_FLAGS, _native_flag(), *sorted(cpu_features()))
+    flags = (*_FLAGS, machine_flag or _native_flag())
+    recipe = (*compiler, version, *flags, *sorted(cpu_features()))
     headers = sorted(source_folder.glob("*.h"))
     texts = (path.read_text() for path in (*sources, *headers))
     key = xxhash.xxh3_128_hexdigest("\0".join((*recipe, *texts)).encode())
-    return _open_or_build(cache_home() / "kernels" / f"{key}.so", compiler, sources)
+    return _open_or_build(cache_home() / "kernels" / f"{key}.so", (*compiler, *flags), sources)
 
 
 def cache_home() -> Path:
@@ -80,7 +85,7 @@ def num_threads(library: ctypes.CDLL) -> int:
 
 
 @functools.cache
-def _open_or_build(path: Path, compiler: tuple[str, ...], sources: tuple[Path, ...]) -> ctypes.CDLL:
+def _open_or_build(path: Path, command: tuple[str, ...], sources: tuple[Path, ...]) -> ctypes.CDLL:
     if (library := _open(path)) is not None:
         return library
     try:
@@ -91,13 +96,13 @@ def _open_or_build(path: Path, compiler: tuple[str, ...], sources: tuple[Path, .
         path = Path(work, path.name)
     try:
         built = Path(work, "building.so")
-        _compile(compiler, sources, built)
+        _compile(command, sources, built)
         os.replace(built, path)
         library = _open(path)
     finally:
         shutil.rmtree(work)  # an opened library stays mapped
     if library is None:
-        raise KernelBuildError(f"{compiler[0]}: built a library that does not load")
+        raise KernelBuildError(f"{command[0]}: built a library that does not load")
     return library
 
 
@@ -113,9 +118,9 @@ def _open(path: Path) -> ctypes.CDLL | None:
         return None
 
 
-def _compile(compiler: tuple[str, ...], sources: tuple[Path, ...], built: Path) -> None:
+def _compile(command: tuple[str, ...], sources: tuple[Path, ...], built: Path) -> None:
     logger.info("compiling %d C++ kernels, once", len(sources))
-    _run([*compiler, *_FLAGS, _native_flag(), *map(str, sources), "-o", str(built)])
+    _run([*command, *map(str, sources), "-o", str(built)])
     with built.open("r+b") as file:
         digest = xxhash.xxh3_128_digest(file.read())
         file.write(digest)  # ELF ignores what follows its last section

@@ -12,23 +12,6 @@ namespace {
 constexpr int64_t MIN_PARALLEL = 16384;  // elements that are worth waking threads for
 constexpr int64_t CHUNK = 16 * W;
 
-// e^x for x <= 0, relative error about 3e-7; 0 below -87. x = n ln(2) + r, ln(2) in two parts of
-// which n times the first is exact: x log2(e) rounded alone would lose |x| * 1e-7.
-vf exp_of_negative(vf x) {
-  const vf y = x < -87.f ? vf{} - 87.f : x;
-  const vf shifted = y * 1.44269504f + 12582912.f;  // its low bits are the integer n, see exp2
-  const vf n = shifted - 12582912.f;
-  const vf r = (y - n * 0.693359375f) + n * 2.12194440e-4f;
-  const vf power = (vf)(((vu)shifted + 127) << 23);
-  return x < -87.f ? vf{} : exp2(r * 1.44269504f) * power;  // |r| is small: any sign will do
-}
-
-// g / (1 + e^-g), where e^-|g| alone is computed: it never overflows.
-vf silu(vf g) {
-  const vf e = exp_of_negative(g < 0.f ? g : -g);
-  return (g < 0.f ? g * e : g) / (1.f + e);
-}
-
 template <class T> void chunk(T* __restrict out, const T* gate, const T* up) {
   float wide[CHUNK];
   for (int i = 0; i < CHUNK; i += W) store(wide + i, silu(load(gate + i)));

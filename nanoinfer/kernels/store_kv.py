@@ -7,7 +7,7 @@ In: k, v of all tokens of the step, one slot for each. Out: nothing; both caches
 Invariant: no slot is written twice in a step, save those of block 0, the null block, which takes
 the rows of padding and is never read. So padding needs no branch and no mask.
 
-A production engine fuses this with the rotary embedding and the norm of q and k.
+The model calls it fused with the norm of q and k and their rotation (norm_rope_store.py).
 
 Shapes: T tokens in the step, K kv heads, D head dim.
 """
@@ -47,8 +47,7 @@ def make_store_kv_cpu(library: ctypes.CDLL, threads: int) -> StoreKV:
     def store_kv_cpu(
         k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slot_mapping: Tensor
     ) -> None:
-        _check_shapes(k, v, k_cache, v_cache, slot_mapping)
-        _check_memory(k, v, k_cache, v_cache, slot_mapping)
+        check_store(k, v, k_cache, v_cache, slot_mapping)
         (num_blocks, block_size, *_), size = k_cache.shape, k.itemsize
         T, K, D = k.shape
         tensors = (k_cache, v_cache, k, v, slot_mapping)
@@ -56,13 +55,22 @@ def make_store_kv_cpu(library: ctypes.CDLL, threads: int) -> StoreKV:
         sizes = (T, num_blocks * block_size, K * D * size, *strides)
         invalid = kernel(*[tensor.data_ptr() for tensor in tensors], *sizes, threads)
         if invalid >= 0:
-            raise ValueError(
-                f"slot_mapping: got {slot_mapping[invalid].item()} at token {invalid}, need 0 to "
-                f"{num_blocks * block_size - 1}, a slot of the cache; try a slot of block 0 for "
-                "padding"
-            )
+            raise bad_slot(slot_mapping, invalid, num_blocks * block_size)
 
     return store_kv_cpu
+
+
+def bad_slot(slot_mapping: Tensor, token: int, num_slots: int) -> ValueError:
+    return ValueError(
+        f"slot_mapping: got {slot_mapping[token].item()} at token {token}, need 0 to "
+        f"{num_slots - 1}, a slot of the cache; try a slot of block 0 for padding"
+    )
+
+
+def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+    """Raise ValueError for what a C++ kernel that stores cannot take."""
+    _check_shapes(k, v, k_cache, v_cache, slots)
+    _check_memory(k, v, k_cache, v_cache, slots)
 
 
 def _check_shapes(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:

@@ -5,7 +5,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from nanoinfer.kernels import Kernels
-from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 
 
 class MLP(nn.Module):
@@ -16,8 +16,8 @@ class MLP(nn.Module):
     ) -> None:
         super().__init__()
         sizes = {"gate_proj": intermediate_size, "up_proj": intermediate_size}
-        self.gate_up_proj = Linear(hidden_size, sizes, **factory)
-        self.down_proj = Linear(intermediate_size, hidden_size, **factory)
+        self.gate_up_proj = MergedColumnParallelLinear(hidden_size, sizes, **factory)
+        self.down_proj = RowParallelLinear(intermediate_size, hidden_size, **factory)
         self._kernels = kernels
 
     def forward(self, x: Tensor) -> Tensor:

@@ -1,8 +1,11 @@
-"""Attention over the paged cache: store this step's keys and values, then attend.
+"""Attention over the paged cache: turn and store this step's keys and values, then attend.
 
-In: q [T, H, D], k and v [T, KV, D] of the step's tokens; the layer's cache; the batch.
-Out: [T, H * D]. One entry for prompts, chunks and decoding: all are "the last q_len of seq_len
-tokens", causal inside each sequence. Keys are found through the block table:
+In: q [T, H, D], k and v [T, KV, D] of the step's tokens, as they were projected; the layer's cache;
+the batch. Out: [T, H * D]. The norm of q and k (where the model has one), their rotation and the
+store are one kernel: done apart, they would write and read q and k twice more.
+
+One entry for prompts, chunks and decoding: all are "the last q_len of seq_len tokens", causal
+inside each sequence. Keys are found through the block table:
 
     sequence of 5 tokens, block size 2, table [7, 3, 9]:
     cache block 7: t0 t1    block 3: t2 t3    block 9: t4 --
@@ -17,6 +20,8 @@ from torch import Tensor, nn
 
 from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels
+from nanoinfer.kernels.norm_rope_store import HeadNorms
+from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 
 _CACHE_LINE = 64
 
@@ -56,14 +61,21 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
 
 
 class Attention(nn.Module):
-    def __init__(self, head_dim: int, kernels: Kernels) -> None:
+    """`norms`: of the heads of q and k, None where the model has none."""
+
+    def __init__(
+        self, head_dim: int, rope: RotaryEmbedding, norms: HeadNorms | None, kernels: Kernels
+    ) -> None:
         super().__init__()
         self._scale = head_dim**-0.5
+        self._rope = rope  # shared by all layers
+        self._norms = norms
         self._kernels = kernels
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, batch: Batch) -> Tensor:
-        self._kernels.store_kv(k, v, cache.k, cache.v, batch.slot_mapping)
+        turning = (self._norms, batch.positions, self._rope.rope)
+        q = self._kernels.norm_rope_store(q, k, v, *turning, *cache, batch.slot_mapping)
         out = self._kernels.paged_attention(
-            q, cache.k, cache.v, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, self._scale
+            q, *cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, self._scale
         )
         return out.flatten(-2)

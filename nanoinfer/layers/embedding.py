@@ -1,13 +1,15 @@
-"""Token ids to vectors, and vectors to logits over the vocabulary.
+"""Token ids to vectors.
 
-A tied head is the same matrix read the other way round: `Embedding.weight` [V, E] serves both.
+A tied head (layers/linear.py) is the same matrix read the other way round: its `weight` [V, E]
+serves both.
 """
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from nanoinfer.layers.parameter import empty_parameter, load_whole
 
 
 class Embedding(nn.Module):
@@ -15,12 +17,10 @@ class Embedding(nn.Module):
 
     def __init__(self, vocab_size: int, hidden_size: int, **factory: Any) -> None:
         super().__init__()
-        shape = (vocab_size, hidden_size)
-        self.weight = nn.Parameter(torch.empty(shape, **factory), requires_grad=False)
+        self.weight = empty_parameter(vocab_size, hidden_size, **factory)
+
+    def load(self, name: str, part: str, tensor: Tensor) -> None:
+        load_whole(self.weight.data, tensor)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         return F.embedding(input_ids, self.weight)
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        """hidden [R, E] -> [R, V] in fp32: sampling compares small differences."""
-        return F.linear(hidden, self.weight).float()

@@ -1,13 +1,20 @@
-"""Linear layers: y = x W^T + b, and how fused ones are filled from a checkpoint.
+"""Linear layers: y = x W^T + b, and how each is filled from a checkpoint.
 
-In: x [..., K]; W [N, K] as the checkpoint has it. Out: y [..., N].
+In: x [..., K]; W [N, K]. Out: y [..., N], each row on a 32-byte boundary (kernels/linear.py).
 
 q, k and v (or gate and up) read the same input, so their weights are stacked into one matrix: one
-GEMM instead of three. A fused layer knows where each part goes (`shards`); the loader asks it.
+GEMM instead of three. With tensor parallelism each of `size` ranks holds a part of a matrix. Both
+are matters of loading only: what a class adds to `Linear` is its `cuts`, which say which slice of
+which of the checkpoint's tensors goes where. At run time all are one matrix, of whatever dtype.
+
+    2 ranks, 4 query and 2 key-value heads: qkv_proj of rank 1 is   q2 q3 | k1 | v1
+    Column: y is cut (concatenate the ranks')     Row: x is cut (add the ranks')
 
 On a CPU with bf16 instructions `pack` re-orders the weight once into oneDNN's blocked layout, which
-reads at 1.6 times the rate of the plain one for few rows. The plain copy is dropped: no weight is
-held twice. M rows of x, K inputs, N outputs.
+reads at 1.6 times the rate of the plain one for few rows, and serves any number of them. The plain
+copy is dropped: no weight is held twice.
+
+Source: Megatron-LM's column and row parallel layers; names are vLLM's. M rows, K inputs, N outputs.
 """
 
 from typing import Any
@@ -16,49 +23,202 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.kernels.linear import (
+    ROW_BYTES,
+    check_out,
+    empty_rows,
+    flatten_rows,
+    linear_ref,
+    quantize_blocks_fp8,
+    quantize_rows_int8,
+)
+from nanoinfer.kernels.quantize import FP8, Quantized
+from nanoinfer.layers.parameter import (
+    ONE_RANK,
+    Cut,
+    Parallel,
+    empty_parameter,
+    load_cut,
+    load_whole,
+)
+
+_PLAIN: tuple = ("none", [], "")  # oneDNN: nothing fused behind the product
+_KINDS = {torch.int8: quantize_rows_int8, FP8: quantize_blocks_fp8}
+
 
 class Linear(nn.Module):
-    """One weight; `out_features` may name the checkpoint's parts stacked in it, with their sizes.
+    """The whole matrix. `factory` is the dtype and device of the parameters."""
 
-    `factory` is the dtype and device of the parameters.
+    def __init__(
+        self, in_features: int, out_features: int, bias: bool = False, **factory: Any
+    ) -> None:
+        super().__init__()
+        self.in_features = in_features
+        self.out_features = out_features
+        self.cuts = {"": Cut(out_features, 0, out_features)}
+        self.weight = empty_parameter(out_features, in_features, **factory)
+        self.bias = empty_parameter(out_features, **factory) if bias else None
+        self.scales: Tensor | None = None
+        self._packed: Tensor | None = None
+
+    def load(self, name: str, part: str, tensor: Tensor) -> None:
+        """Copy this rank's slice of checkpoint part `part` into parameter `name`.
+
+        Raises KeyError for a part that is not in here, ValueError for a wrong shape.
+        """
+        load_cut(getattr(self, name).data, tensor, self.cuts[part])
+
+    def quantize(self, dtype: torch.dtype) -> None:
+        """Turn the weight into int8 (a scale a row) or float8_e4m3fn (a scale a 128 x 128 block).
+
+        Raises ValueError for another dtype.
+        """
+        if dtype not in _KINDS:
+            raise ValueError(f"dtype: got {dtype}, need one of {', '.join(map(str, _KINDS))}")
+        self.weight.data, self.scales = _KINDS[dtype](self.weight.data)
+
+    def pack(self) -> None:
+        """Re-order a bf16 weight for oneDNN; afterwards `weight` is empty."""
+        if self.weight.dtype == torch.bfloat16:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, 16)
+            self.weight.data = torch.empty(0, dtype=self.weight.dtype)
+
+    def forward(
+        self, x: Tensor | Quantized, out: Tensor | None = None, out_acc: Tensor | None = None
+    ) -> Tensor:
+        """x [..., K] -> [..., N] of x's dtype (bf16 for a Quantized), on 32-byte rows.
+
+        out: where to write instead. out_acc: what to add to instead, += (rounded once). They must
+        have that shape, dtype and alignment, or ValueError is raised; returned is the one given.
+        """
+        is_whole = self.out_features * self.weight.itemsize % ROW_BYTES == 0
+        if out is None and out_acc is None and is_whole and isinstance(x, Tensor):
+            if self._packed is not None:
+                return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, *_PLAIN)
+            if self.scales is None:
+                return F.linear(x, self.weight, self.bias)
+        return self._multiply_into(x, out, out_acc)
+
+    def _multiply_into(
+        self, x: Tensor | Quantized, out: Tensor | None, out_acc: Tensor | None
+    ) -> Tensor:
+        if out is not None and out_acc is not None:
+            raise ValueError("out, out_acc: got both, need one: overwrite, or add to")
+        rows, dtype = (x.values, torch.bfloat16) if isinstance(x, Quantized) else (x, x.dtype)
+        shape = (*rows.shape[:-1], self.out_features)
+        if rows.shape[-1] != self.in_features:
+            raise ValueError(f"x: got {tuple(rows.shape)}, need [..., {self.in_features}]")
+        given = out if out_acc is None else out_acc
+        if given is None:
+            given = empty_rows(shape, dtype, rows.device)
+        else:
+            check_out("out" if out_acc is None else "out_acc", given, shape, dtype)
+        target = flatten_rows("out", given)
+        if isinstance(x, Tensor):
+            x = x.reshape(-1, self.in_features)
+        if self._packed is None:
+            linear_ref(x, self.weight, self.scales, self.bias, target, out_acc is not None)
+        elif out_acc is None:
+            target.copy_(torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, *_PLAIN))
+        else:
+            binary = torch.ops.mkldnn._linear_pointwise.binary
+            target.copy_(binary(x, target.contiguous(), self._packed, self.bias, "add"))
+        return given
+
+
+class ColumnParallelLinear(Linear):
+    """Each rank computes an equal share of y."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        parallel: Parallel = ONE_RANK,
+        **factory: Any,
+    ) -> None:
+        cut = _equal_cut("out_features", out_features, parallel)
+        super().__init__(in_features, cut.length, bias, **factory)
+        self.cuts = {"": cut}
+
+
+class MergedColumnParallelLinear(Linear):
+    """Several column-parallel matrices, one below the other: `out_features` {name: rows}."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: dict[str, int],
+        bias: bool = False,
+        parallel: Parallel = ONE_RANK,
+        **factory: Any,
+    ) -> None:
+        cuts = {name: _equal_cut(name, size, parallel) for name, size in out_features.items()}
+        super().__init__(in_features, sum(cut.length for cut in cuts.values()), bias, **factory)
+        self.cuts = _stacked(cuts)
+
+
+class QKVParallelLinear(Linear):
+    """Query, key and value projections, cut between heads.
+
+    With fewer key-value heads than ranks, neighbouring ranks hold copies of the same head.
     """
 
     def __init__(
         self,
         in_features: int,
-        out_features: int | dict[str, int],
+        head_dim: int,
+        num_heads: int,
+        num_kv_heads: int,
         bias: bool = False,
+        parallel: Parallel = ONE_RANK,
         **factory: Any,
     ) -> None:
-        super().__init__()
-        self.shards = out_features if isinstance(out_features, dict) else {"": out_features}
-        self.in_features = in_features
-        self.out_features = sum(self.shards.values())
-        shape = (self.out_features, in_features)
-        self.weight = _parameter(torch.empty(shape, **factory))
-        self.bias = _parameter(torch.empty(shape[:1], **factory)) if bias else None
-        self._packed: Tensor | None = None
-
-    def part(self, name: str, shard: str) -> Tensor:
-        """Rows of parameter `name` ("weight" or "bias") that checkpoint part `shard` fills."""
-        start = 0
-        for other, size in self.shards.items():
-            if other == shard:
-                return getattr(self, name).data[start : start + size]
-            start += size
-        raise KeyError(shard)
-
-    def pack(self) -> None:
-        """Re-order the weight for oneDNN; afterwards `weight` is empty."""
-        if self.weight.dtype == torch.bfloat16:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, 16)
-            self.weight.data = torch.empty(0, dtype=self.weight.dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self._packed is None:
-            return F.linear(x, self.weight, self.bias)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], "")
+        groups = min(parallel.size, num_kv_heads)  # of ranks that share key-value heads
+        copies = Parallel(size=groups).share("ranks over key-value heads", parallel.size)
+        group = Parallel(parallel.rank // copies, groups)
+        kv = _equal_cut("num_kv_heads", num_kv_heads, group, head_dim)
+        q = _equal_cut("num_heads", num_heads, parallel, head_dim)
+        super().__init__(in_features, q.length + 2 * kv.length, bias, **factory)
+        self.cuts = _stacked({"q_proj": q, "k_proj": kv, "v_proj": kv})
+        self.sizes = (q.length, kv.length, kv.length)  # of q, k and v in a row of y
 
 
-def _parameter(tensor: Tensor) -> nn.Parameter:
-    return nn.Parameter(tensor, requires_grad=False)
+class RowParallelLinear(Linear):
+    """Each rank takes an equal share of x; the sum of all ranks' y is the product."""
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = False,
+        parallel: Parallel = ONE_RANK,
+        **factory: Any,
+    ) -> None:
+        self._parallel = parallel
+        cut = _equal_cut("in_features", in_features, parallel)
+        super().__init__(cut.length, out_features, bias, **factory)
+        self.cuts = {"": cut}
+
+    def load(self, name: str, part: str, tensor: Tensor) -> None:
+        if name == "weight":
+            load_cut(self.weight.data, tensor, self.cuts[part], dim=1)
+        elif self._parallel.rank == 0:  # a bias that all ranks added would count `size` times
+            load_whole(getattr(self, name).data, tensor)
+        else:
+            getattr(self, name).data.zero_()
+
+
+def _equal_cut(name: str, count: int, parallel: Parallel, unit: int = 1) -> Cut:
+    """This rank's share of `count` units of `unit` rows."""
+    length = parallel.share(name, count) * unit
+    return Cut(count * unit, parallel.rank * length, length)
+
+
+def _stacked(cuts: dict[str, Cut]) -> dict[str, Cut]:
+    """The same, one below the other."""
+    target, stacked = 0, {}
+    for name, cut in cuts.items():
+        stacked[name] = cut._replace(target=target)
+        target += cut.length
+    return stacked

@@ -3,7 +3,7 @@
 In: a batch of T tokens and one KV cache per layer.
 Out: final hidden states [T, E]; `logits` turns chosen rows into scores over the vocabulary.
 
-    ids -> embed -> [ norm -> qkv -> (q, k norm) -> rotary -> attention -> o
+    ids -> embed -> [ norm -> qkv -> attention (q, k norm; rotary) -> o
                       norm -> gate, up -> silu * -> down ] x layers -> norm -> head
 
 Families differ in data, chosen at construction: Qwen3 normalises q and k per head, Qwen2 has
@@ -20,11 +20,12 @@ from torch import Tensor, nn
 
 from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels
+from nanoinfer.kernels.norm_rope_store import HeadNorms
 from nanoinfer.layers.activation import MLP
 from nanoinfer.layers.attention import Attention, KVCache, KVCacheSpec
 from nanoinfer.layers.embedding import Embedding
 from nanoinfer.layers.layernorm import RMSNorm
-from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.linear import Linear, QKVParallelLinear, RowParallelLinear
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanoinfer.model_config import ModelConfig
 
@@ -34,29 +35,21 @@ class SelfAttention(nn.Module):
         self, config: ModelConfig, rope: RotaryEmbedding, kernels: Kernels, **factory: Any
     ) -> None:
         super().__init__()
-        self._head_dim = D = config.head_dim
-        self._q_size = config.num_attention_heads * D
-        self._kv_size = config.num_key_value_heads * D
-        sizes = {"q_proj": self._q_size, "k_proj": self._kv_size, "v_proj": self._kv_size}
-        self.qkv_proj = Linear(config.hidden_size, sizes, bias=config.qkv_bias, **factory)
-        self.o_proj = Linear(self._q_size, config.hidden_size, **factory)
-
-        def head_norm() -> nn.Module:
-            if config.qk_norm:
-                return RMSNorm(D, config.rms_norm_eps, kernels, **factory)
-            return nn.Identity()
-
-        self.q_norm, self.k_norm = head_norm(), head_norm()
-        self._rope = rope
-        self._kernels = kernels
-        self.attn = Attention(D, kernels)
+        E, D, eps = config.hidden_size, config.head_dim, config.rms_norm_eps
+        heads = (config.num_attention_heads, config.num_key_value_heads)
+        self.qkv_proj = QKVParallelLinear(E, D, *heads, bias=config.qkv_bias, **factory)
+        self.o_proj = RowParallelLinear(heads[0] * D, E, **factory)
+        norms = None
+        if config.qk_norm:
+            self.q_norm = RMSNorm(D, eps, kernels, **factory)
+            self.k_norm = RMSNorm(D, eps, kernels, **factory)
+            norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, eps)
+        self._head_dim = D
+        self.attn = Attention(D, rope, norms, kernels)
 
     def forward(self, hidden: Tensor, cache: KVCache, batch: Batch) -> Tensor:
-        q, k, v = self.qkv_proj(hidden).split((self._q_size, self._kv_size, self._kv_size), dim=-1)
-        q = self.q_norm(q.unflatten(-1, (-1, self._head_dim)))  # [T, H, D]
-        k = self.k_norm(k.unflatten(-1, (-1, self._head_dim)))  # [T, KV, D]
-        v = v.unflatten(-1, (-1, self._head_dim))
-        q, k = self._rope(batch.positions, q, k, self._kernels)
+        projected = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
+        q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in projected)  # [T, heads, D]
         return self.o_proj(self.attn(q, k, v, cache, batch))
 
 
@@ -115,7 +108,7 @@ class CausalLM(nn.Module):
             config.num_key_value_heads, config.head_dim, factory["dtype"]
         )
         self.model = Decoder(config, max_position, kernels, **factory)
-        self.lm_head = Embedding(config.vocab_size, config.hidden_size, **factory)
+        self.lm_head = Linear(config.hidden_size, config.vocab_size, **factory)
 
     def tie_weights(self) -> None:
         self.lm_head.weight = self.model.embed_tokens.weight
@@ -128,4 +121,5 @@ class CausalLM(nn.Module):
         return self.model(batch, caches)  # [T, E], after the final norm
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return self.lm_head.logits(hidden)  # [R, V] fp32
+        """hidden [R, E] -> [R, V] in fp32: sampling compares small differences."""
+        return self.lm_head(hidden).float()
