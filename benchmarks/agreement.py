@@ -1,7 +1,8 @@
 """By how much torch.compile's bodies, the C++ bodies and the references differ in bf16.
 
 In: nothing; the demo model is had on first use. Out: Markdown, with --out also to a file: for each
-op the share of outputs that differ from the reference's, and the largest difference; for the whole model the mean KL divergence from transformers' fp32 distribution over real text.
+op the share of outputs that differ from the reference's, and the largest difference; for the whole
+model the mean KL divergence from transformers' fp32 distribution over real text.
 
     python benchmarks/agreement.py --out docs/benchmarks/agreement.md
 """
@@ -134,8 +135,9 @@ Written by `python benchmarks/agreement.py --out docs/benchmarks/agreement.md`; 
 
 Each op against its reference, {T} rows of normal random numbers: the share of outputs that differ,
 and the largest difference. Neighbouring bf16 numbers between 2 and 4 are 0.0156 apart.
-torch.compile leaves out roundings between the operations that it fuses, so that a quarter of its
-outputs fall on the neighbouring number; C++ rounds where the reference does.
+Both round where the reference does (torch.compile is told to: left alone it keeps fp32 between the
+operations that it fuses, and a quarter of the outputs fall on the neighbouring number). What is
+left is the order of a sum of squares, and e^x.
 
 {ops_table(tables)}
 

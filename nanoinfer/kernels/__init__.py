@@ -79,7 +79,9 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
 
 
 def _compile(function: Any) -> Any:
-    return torch.compile(_own_copy(function), dynamic=True, fullgraph=True)
+    """Rounding where the reference rounds: fused, a value would stay fp32 between two operations."""
+    options: dict[str, Any] = {"emulate_precision_casts": True}
+    return torch.compile(_own_copy(function), dynamic=True, fullgraph=True, options=options)
 
 
 def _own_copy(function: Any) -> FunctionType:
