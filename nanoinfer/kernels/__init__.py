@@ -79,7 +79,7 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
 
 
 def _compile(function: Any) -> Any:
-    """Rounding where the reference rounds: fused, a value would stay fp32 between two operations."""
+    """Rounds where the reference rounds: left alone, fused operations hand on fp32."""
     options: dict[str, Any] = {"emulate_precision_casts": True}
     return torch.compile(_own_copy(function), dynamic=True, fullgraph=True, options=options)
 
