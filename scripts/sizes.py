@@ -32,6 +32,7 @@ FILES = [
     "batch.py",
     "model_runner.py",
     "models/qwen3.py",
+    "layers/parameter.py",
     "layers/embedding.py",
     "layers/layernorm.py",
     "layers/linear.py",
