@@ -77,23 +77,22 @@ def linear_ref(
     is_accumulating: bool = False,
 ) -> None:
     """out [M, N] = x W^T + b, or += where `is_accumulating`. Shapes are the caller's to check."""
-    if weight.dtype.itemsize > 1 and not isinstance(x, Quantized):
+    is_of_three = is_accumulating and bias is not None  # terms; rounded once below
+    if weight.dtype.itemsize > 1 and not isinstance(x, Quantized) and not is_of_three:
         if is_accumulating:
-            out.addmm_(x, weight.T)  # rounded once
-            if bias is not None:
-                out += bias
+            out.addmm_(x, weight.T)
         elif bias is not None:
             torch.addmm(bias, x, weight.T, out=out)
         else:
             torch.mm(x, weight.T, out=out)
         return
-    product = _quantized_product(x, weight, scales)  # fp32
+    product = _wide_product(x, weight, scales)  # [M, N] fp32
     if bias is not None:
         product += bias
     out.copy_(product + out if is_accumulating else product)
 
 
-def _quantized_product(x: Tensor | Quantized, weight: Tensor, scales: Tensor | None) -> Tensor:
+def _wide_product(x: Tensor | Quantized, weight: Tensor, scales: Tensor | None) -> Tensor:
     rows = dequantize(x) if isinstance(x, Quantized) else x.float()  # [M, K]
     if scales is None:
         return F.linear(rows, weight.float())

@@ -16,7 +16,6 @@ Source: DeepGEMM's casts. T tokens, N width, G groups in a row.
 from typing import NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 FP8 = torch.float8_e4m3fn
@@ -50,7 +49,12 @@ class Quantized(NamedTuple):
 
 
 def quantize_ref(x: Tensor, layout: ScaleLayout) -> Quantized:
-    """x [T, N] -> Quantized without a copy; T rows of any float dtype."""
+    """x [T, N] -> Quantized without a copy; rows of any float dtype.
+
+    Raises ValueError for other shapes, and for rows that the groups do not fill.
+    """
+    if x.dim() != 2:
+        raise ValueError(f"x: got {tuple(x.shape)}, need [T, N]; try x.flatten(0, -2)")
     num_groups = layout.num_groups(x.size(-1))
     groups = x.float().unflatten(-1, (num_groups, layout.group_size))  # [T, G, group_size]
     scales = groups.abs().amax(-1).clamp(min=MIN_AMAX) / FP8_MAX  # [T, G]
@@ -62,8 +66,10 @@ def quantize_ref(x: Tensor, layout: ScaleLayout) -> Quantized:
         stored = scales
     values = (groups / scales[..., None]).clamp(-FP8_MAX, FP8_MAX).to(FP8)
     if layout.is_column_major:
-        padding = -len(stored) % PACK
-        stored = F.pad(stored.T, (0, padding)).contiguous().T[: len(stored)]
+        T, width = stored.shape
+        columns = stored.new_zeros(width, T + -T % PACK)
+        columns[:, :T] = stored.T
+        stored = columns.T[:T]
     return Quantized(values.flatten(-2), stored)
 
 
@@ -71,7 +77,9 @@ def dequantize(x: Quantized) -> Tensor:
     """The fp32 rows [T, N] that the GEMM sees."""
     scales = x.scales
     if scales.dtype == torch.int32:
-        exponents = scales.contiguous().view(torch.uint8).to(torch.int32)  # [T, G]
+        # Not .contiguous(): that keeps the strides of a single column, which no view can take.
+        dense = scales.clone(memory_format=torch.contiguous_format)  # [T, G / 4]
+        exponents = dense.view(torch.uint8).to(torch.int32)  # [T, G]
         scales = (exponents << _MANTISSA_BITS).view(torch.float32)
     groups = x.values.float().unflatten(-1, (scales.size(-1), -1))
     return (groups * scales[..., None]).flatten(-2)

@@ -68,8 +68,12 @@ class RMSNorm(nn.Module):
     ) -> Any:  # Tensor or Quantized; with a residual (that, Tensor)
         """x, residual, gate [..., N]; statistics in fp32 of the sum rounded to x's dtype.
 
-        Raises ValueError for a gate beside a residual or a quantised output: no model has them.
+        Raises ValueError for a residual of another shape, and for a gate beside a residual or a
+        quantised output: no model has them.
         """
+        if residual is not None and residual.shape != x.shape:
+            shapes = f"{tuple(residual.shape)}, need x's {tuple(x.shape)}"
+            raise ValueError(f"residual: got {shapes}; try residual.expand_as(x)")
         if gate is not None:
             if residual is not None or self._quantized is not None:
                 raise ValueError("gate: got one beside a residual or FP8 output, need it alone")

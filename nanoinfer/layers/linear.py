@@ -64,35 +64,46 @@ class Linear(nn.Module):
     def load(self, name: str, part: str, tensor: Tensor) -> None:
         """Copy this rank's slice of checkpoint part `part` into parameter `name`.
 
-        Raises KeyError for a part that is not in here, ValueError for a wrong shape.
+        Raises KeyError for a part that is not in here, ValueError for a wrong shape or dtype, and
+        after `quantize`, whose scales would no longer fit.
         """
+        self._check_plain("load")
         load_cut(getattr(self, name).data, tensor, self.cuts[part])
 
     def quantize(self, dtype: torch.dtype) -> None:
         """Turn the weight into int8 (a scale a row) or float8_e4m3fn (a scale a 128 x 128 block).
 
-        Raises ValueError for another dtype.
+        Raises ValueError for another dtype, and for a weight that is packed or quantised.
         """
+        self._check_plain("quantize")
         if dtype not in _KINDS:
             raise ValueError(f"dtype: got {dtype}, need one of {', '.join(map(str, _KINDS))}")
         self.weight.data, self.scales = _KINDS[dtype](self.weight.data)
 
+    def _check_plain(self, name: str) -> None:
+        if self.scales is not None or self._packed is not None:
+            raise ValueError(
+                f"{name}: got a weight in its final form, need the plain one; do it first"
+            )
+
     def pack(self) -> None:
         """Re-order a bf16 weight for oneDNN; afterwards `weight` is empty."""
-        if self.weight.dtype == torch.bfloat16:
+        if self.weight.dtype == torch.bfloat16 and self._packed is None:
             self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, 16)
             self.weight.data = torch.empty(0, dtype=self.weight.dtype)
 
     def forward(
         self, x: Tensor | Quantized, out: Tensor | None = None, out_acc: Tensor | None = None
     ) -> Tensor:
-        """x [..., K] -> [..., N] of x's dtype (bf16 for a Quantized), on 32-byte rows.
+        """x [..., K] (or a Quantized [M, K]) -> [..., N] of x's dtype (or bf16), on 32-byte rows.
 
         out: where to write instead. out_acc: what to add to instead, += (rounded once). They must
         have that shape, dtype and alignment, or ValueError is raised; returned is the one given.
         """
         is_whole = self.out_features * self.weight.itemsize % ROW_BYTES == 0
-        if out is None and out_acc is None and is_whole and isinstance(x, Tensor):
+        is_simple = out is None and out_acc is None and is_whole
+        # With leading dimensions that are no view of rows, F.linear rounds, then adds the bias.
+        if is_simple and isinstance(x, Tensor) and (x.dim() == 2 or x.is_contiguous()):
             if self._packed is not None:
                 return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, *_PLAIN)
             if self.scales is None:
@@ -113,11 +124,12 @@ class Linear(nn.Module):
             given = empty_rows(shape, dtype, rows.device)
         else:
             check_out("out" if out_acc is None else "out_acc", given, shape, dtype)
-        target = flatten_rows("out", given)
+        target = flatten_rows("out" if out_acc is None else "out_acc", given)
         if isinstance(x, Tensor):
             x = x.reshape(-1, self.in_features)
-        if self._packed is None:
-            linear_ref(x, self.weight, self.scales, self.bias, target, out_acc is not None)
+        if self._packed is None or isinstance(x, Quantized):
+            weight = self.weight if self._packed is None else self._packed.to_dense()
+            linear_ref(x, weight, self.scales, self.bias, target, out_acc is not None)
         elif out_acc is None:
             target.copy_(torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, *_PLAIN))
         else:
@@ -201,11 +213,13 @@ class RowParallelLinear(Linear):
         self.cuts = {"": cut}
 
     def load(self, name: str, part: str, tensor: Tensor) -> None:
+        self._check_plain("load")
+        cut = self.cuts[part]
         if name == "weight":
-            load_cut(self.weight.data, tensor, self.cuts[part], dim=1)
-        elif self._parallel.rank == 0:  # a bias that all ranks added would count `size` times
-            load_whole(getattr(self, name).data, tensor)
-        else:
+            load_cut(self.weight.data, tensor, cut, dim=1)
+            return
+        load_whole(getattr(self, name).data, tensor)
+        if self._parallel.rank > 0:  # a bias that all ranks added would count `size` times
             getattr(self, name).data.zero_()
 
 
