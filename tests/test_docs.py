@@ -56,6 +56,14 @@ def test_cited_code_exists(page: Path) -> None:
             found = getattr(found, part)
 
 
+@pytest.mark.parametrize("page", PAGES, ids=IDS)
+def test_cited_tests_exist(page: Path) -> None:
+    """`test_linear.py::test_x` is a function of that file."""
+    for file, name in re.findall(r"`(?:tests/)?(test_\w+\.py)::(\w+)`", page.read_text()):
+        functions = re.findall(r"^def (\w+)", (ROOT / "tests" / file).read_text(), flags=re.M)
+        assert name in functions, f"{page.name} cites {file}::{name}"
+
+
 @pytest.mark.parametrize("page", [page for page in PAGES if DOCS in page.parents], ids=IDS[1:])
 def test_python_on_a_page_runs_and_prints_what_it_shows(
     page: Path, monkeypatch: pytest.MonkeyPatch

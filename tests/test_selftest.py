@@ -1,0 +1,53 @@
+"""The C++ kernels without Python: tests/selftest.cpp, on this machine and on an emulated Arm."""
+
+import platform
+import shutil
+from pathlib import Path
+from subprocess import PIPE, STDOUT, run
+
+import pytest
+
+import nanoinfer.kernels
+from nanoinfer.kernels.build import _FLAGS, KernelBuildError, _find_compiler, _native_flag
+
+KERNELS = Path(nanoinfer.kernels.__file__).parent
+FLAGS = [flag for flag in _FLAGS if flag not in ("-shared", "-fPIC")]
+NAMES = {
+    *("rms_norm", "rms_norm_quantized", "rotary", "norm_rope_store", "silu_mul", "store_kv"),
+    *("paged_attention", "draw_wide"),
+}
+ARM_COMPILER = shutil.which("aarch64-linux-gnu-g++")
+EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
+X86_LEVELS = ["-march=x86-64-v3"] if platform.machine() == "x86_64" else []
+
+
+def output(command: list[str]) -> str:
+    done = run(command, text=True, stdout=PIPE, stderr=STDOUT, timeout=300)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def check(compiler: list[str], emulator: list[str], folder: Path) -> None:
+    sources = [Path(__file__).with_name("selftest.cpp"), *sorted(KERNELS.glob("*.cpp"))]
+    program = folder / "selftest"
+    output([*compiler, *FLAGS, *map(str, sources), "-o", str(program)])
+    lines = output([*emulator, str(program)]).splitlines()
+    assert {line.split()[0] for line in lines} == NAMES
+    assert all(line.split()[1] == "ok" for line in lines)
+
+
+@pytest.mark.parametrize("flag", ["", *X86_LEVELS])
+def test_kernels_pass_on_this_machine(tmp_path, flag):
+    try:
+        compiler = [*_find_compiler(), flag or _native_flag()]
+    except KernelBuildError as error:
+        pytest.skip(f"no C++ kernels here: {error}")
+    check(compiler, [], tmp_path)
+
+
+@pytest.mark.skipif(not ARM_COMPILER, reason="needs aarch64-linux-gnu-g++")
+@pytest.mark.skipif(not EMULATOR, reason="needs qemu-aarch64 (Debian: qemu-user)")
+@pytest.mark.parametrize("machine", ["armv8-a", "armv8.2-a+bf16", "armv8.4-a+bf16+sve"])
+def test_kernels_pass_on_an_emulated_arm(tmp_path, machine):
+    compiler = [str(ARM_COMPILER), f"-march={machine}", "-static"]
+    check(compiler, [str(EMULATOR), "-cpu", "max"], tmp_path)
