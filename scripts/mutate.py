@@ -508,8 +508,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels/rotary.py",
-        "turned = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)",
-        "turned = (x1 * cos + x2 * sin, x2 * cos - x1 * sin)",
+        "y1, y2 = (x1 * cos - x2 * sin).to(x.dtype)",
+        "y1, y2 = (x1 * cos + x2 * sin).to(x.dtype)",
         "tests/test_rotary.py::test_rotary_equals_transformers",
     ),
     Mutation(

@@ -56,19 +56,15 @@ def _angles(positions: Tensor, rope: Rope) -> Tensor:
     """[T, R]: each token's row of the table, or its columns from the rows of its three axes."""
     if positions.dim() == 1:
         return rope.cos_sin[positions]
-    columns = torch.arange(rope.cos_sin.size(-1), device=positions.device)
-    return rope.cos_sin[positions[rope.axes].T, columns]
+    return rope.cos_sin.gather(0, positions[rope.axes].T)
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor, rope: Rope) -> Tensor:
     start, stop = rope.offset, rope.offset + 2 * cos.size(-1)
     x1, x2 = _pairs(x[..., start:stop].float(), rope.is_interleaved)
-    turned = (x1 * cos - x2 * sin, x2 * cos + x1 * sin)
-    if rope.is_interleaved:
-        middle = torch.stack(turned, dim=-1).flatten(-2)
-    else:
-        middle = torch.cat(turned, dim=-1)
-    return torch.cat((x[..., :start], middle.to(x.dtype), x[..., stop:]), dim=-1)
+    y1, y2 = (x1 * cos - x2 * sin).to(x.dtype), (x2 * cos + x1 * sin).to(x.dtype)
+    turned = (torch.stack((y1, y2), dim=-1).flatten(-2),) if rope.is_interleaved else (y1, y2)
+    return torch.cat((x[..., :start], *turned, x[..., stop:]), dim=-1)
 
 
 def _pairs(x: Tensor, is_interleaved: bool) -> tuple[Tensor, ...]:
