@@ -4,6 +4,7 @@ Tests marked `network` are run with HF_HUB_OFFLINE=0 in the environment, which w
 below.
 """
 
+import ctypes
 import functools
 import os
 from collections.abc import Callable
@@ -23,6 +24,24 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
     root = tmp_path_factory.mktemp("tiny")
     return functools.cache(lambda name: make_tiny(name, root / name))
+
+
+NEEDED = {  # a level of x86-64, and what a CPU of it has, among others
+    "x86-64-v3": {"avx2", "fma", "bmi2"},
+    "x86-64-v4": {"avx512f", "avx512bw", "avx512dq", "avx512vl"},
+}
+
+
+def kernel_library(machine: str) -> ctypes.CDLL:
+    """The C++ kernels built for "native" or a level of x86-64; skips where they cannot run."""
+    from nanoinfer.kernels.build import KernelBuildError, cpu_features, load_library
+
+    if not NEEDED.get(machine, set()) <= cpu_features():
+        pytest.skip(f"this CPU cannot run {machine}")
+    try:
+        return load_library(machine_flag=None if machine == "native" else f"-march={machine}")
+    except KernelBuildError as error:
+        pytest.skip(f"no C++ kernels here: {error}")
 
 
 @pytest.fixture(scope="session")

@@ -5,16 +5,23 @@ import math
 
 import pytest
 import torch
+from conftest import NEEDED, kernel_library
 
 from nanoinfer.kernels import Kernels, select_kernels
-from nanoinfer.kernels.build import KernelBuildError, load_library
+from nanoinfer.kernels.norm_rope_store import (
+    HeadNorms,
+    make_norm_rope_store,
+    make_norm_rope_store_cpu,
+    norm_rope_store_ref,
+)
+from nanoinfer.kernels.quantize import ScaleLayout, quantize_ref
 from nanoinfer.kernels.rms_norm import (
+    RmsNormCpu,
     add_rms_norm_ref,
-    make_add_rms_norm_cpu,
-    make_rms_norm_cpu,
+    rms_norm_gated_ref,
     rms_norm_ref,
 )
-from nanoinfer.kernels.rotary import make_rotary_cpu, rotary_ref
+from nanoinfer.kernels.rotary import Rope, make_rotary_cpu, rotary_ref
 from nanoinfer.kernels.silu_mul import make_silu_mul_cpu, silu_mul_ref
 from nanoinfer.kernels.store_kv import make_store_kv_cpu, store_kv_ref
 
@@ -23,28 +30,47 @@ DTYPES = [FP32, BF16]
 SIZES = [1, 5, 64, 80, 576, 1024]
 ROWS = [0, 1, 3, 50]
 SCALES = [1e-4, 1.0, 1e4]
+NORMS = ("rms_norm", "add_rms_norm", "rms_norm_gated", "rms_norm_quantized")
 MAKERS = {
-    "rms_norm": make_rms_norm_cpu,
-    "add_rms_norm": make_add_rms_norm_cpu,
+    **{op: lambda library, threads, op=op: getattr(RmsNormCpu(library, threads), op)
+       for op in NORMS},
     "rotary": make_rotary_cpu,
     "silu_mul": make_silu_mul_cpu,
     "store_kv": make_store_kv_cpu,
-}
+    "norm_rope_store": make_norm_rope_store_cpu,
+}  # fmt: skip
+LAYOUTS = [ScaleLayout(4, column, packed) for column in (False, True) for packed in (False, True)]
+
+
+@pytest.fixture(autouse=True, params=["native", *NEEDED])
+def machine(request, monkeypatch):
+    """All tests are run with the kernels built for each level of CPU that this one has."""
+    kernel_library(request.param)
+    monkeypatch.setattr("test_cpu_kernels.MACHINE", request.param)
+    return request.param
+
+
+MACHINE = "native"
+
+
+def twin(op, threads=1):
+    return bound(op, threads, MACHINE)
 
 
 @functools.cache
-def twin(op, threads=1):
-    try:
-        return MAKERS[op](load_library(), threads)
-    except KernelBuildError as error:
-        pytest.skip(f"no C++ kernels here: {error}")
+def bound(op, threads, machine):
+    return MAKERS[op](kernel_library(machine), threads)
 
 
 @pytest.fixture(autouse=True)
 def poisoned_outputs(monkeypatch):
     """torch.empty gives NaN, so that an element that a kernel leaves out shows."""
     torch.manual_seed(0)
-    monkeypatch.setattr(torch, "empty", lambda *size, **how: torch.full(*size, torch.nan, **how))
+
+    def poisoned(*size, dtype=FP32):
+        return torch.full(*size, torch.nan if dtype.is_floating_point else -1, dtype=dtype)
+
+    monkeypatch.setattr(torch, "empty", poisoned)
 
 
 def strided(*shape, dtype=FP32, scale=1.0):
@@ -111,25 +137,80 @@ def test_rms_norm_changes_no_input():
     assert all(map(torch.equal, (x, residual, weight), before))
 
 
-# -- Rotary ---------------------------------------------------------------------------------------
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("N", SIZES)
+def test_fp32_weight_and_factor(dtype, N):
+    """The weight of 1 + w: one rounding. A factor goes to the row before it."""
+    weight = torch.randn(N) + 1
+    x = strided(5, N, dtype=dtype)
+    for scale in (1.0, 0.3):
+        assert_twin(twin("rms_norm")(x, weight, 1e-6, scale), rms_norm_ref(x, weight, 1e-6, scale))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("D", "R"), [(2, 2), (10, 6), (64, 64), (80, 32), (128, 128), (96, 0)])
+@pytest.mark.parametrize("N", SIZES)
 @pytest.mark.parametrize("T", ROWS)
-@pytest.mark.parametrize("scale", SCALES)
-def test_rotary(dtype, D, R, T, scale):
+def test_rms_norm_gated(dtype, N, T):
+    weight = (torch.randn(N) + 1).to(dtype)
+    for shape in ((T, N), (T, 3, N)):
+        x, gate = strided(*shape, dtype=dtype), strided(*shape, dtype=dtype, scale=10.0)
+        found = twin("rms_norm_gated")(x, gate, weight, 1e-6)
+        assert_twin(found, rms_norm_gated_ref(x, gate, weight, 1e-6))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("T", [*ROWS, 4])
+@pytest.mark.parametrize("with_residual", [False, True])
+def test_quantised_norm_is_the_norm_quantised(dtype, layout, T, with_residual):
+    N, weight = 48, (torch.randn(48) + 1).to(dtype)
+    x, residual = strided(T, N, dtype=dtype), strided(T, N, dtype=dtype)
+    if with_residual:
+        row, sums = twin("add_rms_norm")(x, residual, weight, 1e-6, 0.7)
+    else:
+        row, sums, residual = twin("rms_norm")(x, weight, 1e-6, 0.7), None, None
+    expected = quantize_ref(row, layout)
+    arguments = (x, residual, weight, 1e-6, layout)
+    for keep_copy in (False, True):
+        found, added = twin("rms_norm_quantized")(*arguments, keep_copy, 0.7)
+        assert torch.equal(found.values.view(torch.uint8), expected.values.view(torch.uint8))
+        assert torch.equal(found.scales, expected.scales)
+        assert T == 0 or found.scales.stride() == expected.scales.stride()
+        assert (found.copy is not None) == keep_copy
+        assert found.copy is None or torch.equal(found.copy, row)
+        assert (added is None) if sums is None else torch.equal(added, sums)
+
+
+# -- Rotary ---------------------------------------------------------------------------------------
+
+ROPES = [(2, 2, 0), (10, 6, 4), (10, 6, 2), (64, 64, 0), (80, 32, 0), (128, 128, 0), (96, 0, 0)]
+
+
+def make_rope(R, offset=0, is_interleaved=False):
     angles = torch.randn(99, R // 2) * 100
     table = torch.cat((angles.cos(), angles.sin()), dim=-1)
-    positions = torch.randint(0, 99, (T,))
-    query = strided(T, 4, D, dtype=dtype, scale=scale)
-    key = strided(T, 1, D, dtype=dtype, scale=scale)
+    return Rope(table, torch.randint(0, 3, (R // 2,)).repeat(2), offset, is_interleaved)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("D", "R", "offset"), ROPES)
+@pytest.mark.parametrize("T", ROWS)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("is_conjugate", [False, True])
+def test_rotary(dtype, D, R, offset, T, is_interleaved, is_conjugate):
+    rope = make_rope(R, offset, is_interleaved)
+    query, key = strided(T, 4, D, dtype=dtype, scale=1e3), strided(T, 1, D, dtype=dtype)
     if T > 1:  # heads that lie apart, too
         query = query[:, ::2]
-    found = twin("rotary")(positions, query, key, table)
-    for ours, expected in zip(found, rotary_ref(positions, query, key, table), strict=True):
-        assert torch.equal(ours, expected)
-        assert ours.is_contiguous()
+    for positions in (torch.randint(0, 99, (T,)), torch.randint(0, 99, (3, T))):
+        found = twin("rotary")(positions, query, key, rope, is_conjugate)
+        expected = rotary_ref(positions, query, key, rope, is_conjugate)
+        for ours, theirs in zip(found, expected, strict=True):
+            assert torch.equal(ours, theirs)
+            assert ours.is_contiguous()
+        alone, none = twin("rotary")(positions, query, None, rope, is_conjugate)
+        assert none is None
+        assert torch.equal(alone, found[0])
 
 
 # -- SwiGLU ---------------------------------------------------------------------------------------
@@ -186,6 +267,79 @@ def test_bad_slot_writes_nothing(slot):
     assert not any(cache.any() for cache in caches)
 
 
+# -- Norm, rotation and store in one --------------------------------------------------------------
+
+
+def fused_case(dtype, T, D=16, R=8, offset=4, is_interleaved=False, is_mrope=False, weights=FP32):
+    """Arguments of norm_rope_store but for the caches: q, k, v are views of one projection."""
+    q, k, v = strided(T, 8 * D, dtype=dtype).split((4 * D, 2 * D, 2 * D), dim=-1)
+    q, k, v = (x.unflatten(-1, (-1, D)) for x in (q, k, v))
+    norms = None
+    if weights is not None:
+        norms = HeadNorms(torch.randn(D).to(weights), torch.randn(D).to(weights), 1e-6)
+    positions = torch.randint(0, 99, (3, T) if is_mrope else (T,))
+    return q, k, v, norms, positions, make_rope(R, offset, is_interleaved)
+
+
+def fresh_caches(dtype, D=16):
+    return [torch.zeros(5, 16, 2, D, dtype=dtype) for _ in range(2)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("weights", [None, "rows", FP32])
+@pytest.mark.parametrize("T", ROWS)
+@pytest.mark.parametrize(("is_interleaved", "is_mrope"), [(False, False), (True, True)])
+def test_norm_rope_store_is_the_three_kernels_in_turn(dtype, weights, T, is_interleaved, is_mrope):
+    weights = dtype if weights == "rows" else weights
+    arguments = fused_case(dtype, T, 16, 8, 4, is_interleaved, is_mrope, weights)
+    slots = torch.randperm(80)[:T]
+
+    def norm_rope(q, k, norms, positions, rope):
+        if norms is not None:
+            q = twin("rms_norm")(q, norms.q_weight, norms.eps)
+            k = twin("rms_norm")(k, norms.k_weight, norms.eps)
+        return twin("rotary")(positions, q, k, rope)
+
+    three = make_norm_rope_store(norm_rope, twin("store_kv"))
+    found, expected, reference = (fresh_caches(dtype) for _ in range(3))
+    found.append(twin("norm_rope_store")(*arguments, *found, slots))
+    expected.append(three(*arguments, *expected, slots))
+    reference.append(norm_rope_store_ref(*arguments, *reference, slots))
+    assert all(map(torch.equal, found, expected))
+    for ours, theirs in zip(found, reference, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-5 if dtype == BF16 else 1e-5)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_norm_rope_store_with_threads(threads):
+    q, k, v, norms, positions, rope = fused_case(BF16, 60, 128, 128, 0, weights=BF16)
+    slots, caches = torch.randperm(80)[:60], fresh_caches(BF16, 128)
+    out = twin("norm_rope_store", threads)(q, k, v, norms, positions, rope, *caches, slots)
+    alone = fresh_caches(BF16, 128)
+    row = slice(7, 8)
+    one = twin("norm_rope_store")(
+        q[row], k[row], v[row], norms, positions[row], rope, *alone, slots[row]
+    )
+    assert torch.equal(one, out[row])
+    at = divmod(int(slots[7]), 16)
+    assert all(torch.equal(a[at], b[at]) for a, b in zip(alone, caches, strict=True))
+
+
+def test_norm_rope_store_writes_nothing_for_a_bad_position_or_slot():
+    q, k, v, norms, positions, rope = fused_case(FP32, 3)
+    slots, caches = torch.tensor([1, 2, 3]), fresh_caches(FP32)
+    for bad, message in (
+        (positions.new_tensor([0, 99, 1]), "positions: got 99 at token 1"),
+        (positions.new_tensor([0, 1, -1]), "positions: got -1 at token 2"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            twin("norm_rope_store")(q, k, v, norms, bad, rope, *caches, slots)
+    slots = torch.tensor([1, 2, 80])
+    with pytest.raises(ValueError, match="slot_mapping: got 80 at token 2, need 0 to 79"):
+        twin("norm_rope_store")(q, k, v, norms, positions, rope, *caches, slots)
+    assert not any(cache.any() for cache in caches)
+
+
 # -- All of them ----------------------------------------------------------------------------------
 
 
@@ -200,7 +354,8 @@ def test_threads_and_neighbours_change_no_bit(dtype):
     cases = {
         "rms_norm": lambda rows: (x[rows], weight, 1e-6),
         "add_rms_norm": lambda rows: (x[rows], residual[rows], weight, 1e-6),
-        "rotary": lambda rows: (positions[rows], query[rows], key[rows], table),
+        "rms_norm_gated": lambda rows: (x[rows], residual[rows], weight, 1e-6),
+        "rotary": lambda rows: (positions[rows], query[rows], key[rows], Rope(table)),
         "silu_mul": lambda rows: (gate_up[rows],),
     }
     for op, arguments in cases.items():
@@ -219,6 +374,7 @@ def test_threads_and_neighbours_change_no_bit(dtype):
 
 
 X, W, HEADS, TABLE = torch.zeros(3, 8), torch.zeros(8), torch.zeros(3, 2, 8), torch.zeros(9, 8)
+ROPE, HEAD_NORMS = Rope(TABLE), HeadNorms(W, W, 1e-6)
 POSITIONS, CACHE = torch.arange(3), torch.zeros(2, 4, 2, 8)
 REFUSED = [
     ("rms_norm", (X.half(), W.half(), 1e-6), "x, weight: got torch.float16"),
@@ -229,21 +385,36 @@ REFUSED = [
     ("rms_norm", (X.to("meta"), W, 1e-6), "got meta, cpu"),
     ("add_rms_norm", (X, X[:2], W, 1e-6), r"residual: got \(2, 8\)"),
     ("add_rms_norm", (X, X.bfloat16(), W, 1e-6), "residual, weight: got torch.bfloat16"),
+    ("rms_norm_gated", (X, X[:2], W, 1e-6), r"gate: got \(2, 8\)"),
+    ("rms_norm_quantized", (HEADS, None, W, 1e-6, ScaleLayout(4)), r"x: got \(3, 2, 8\)"),
+    ("rms_norm_quantized", (X, None, W, 1e-6, ScaleLayout(3)), "8 values, need a multiple of 3"),
+    ("rms_norm_quantized", (X, None, W, 1e-6, ScaleLayout(4, False, True)), "multiple of 16"),
     ("add_rms_norm", (X, torch.zeros(8, 3).T, W, 1e-6), "residual, weight: got strides"),
-    ("rotary", (POSITIONS, HEADS.double(), HEADS.double(), TABLE), "got torch.float64"),
-    ("rotary", (POSITIONS, HEADS, HEADS.bfloat16(), TABLE), "float32, torch.bfloat16"),
-    ("rotary", (POSITIONS.int(), HEADS, HEADS, TABLE), "positions, cos_sin: got torch.int32"),
-    ("rotary", (POSITIONS, HEADS, HEADS, TABLE.bfloat16()), "torch.int64, torch.bfloat16"),
-    ("rotary", (POSITIONS[:2], HEADS, HEADS, TABLE), r"got \(2,\)"),
-    ("rotary", (POSITIONS, X, X, TABLE), r"need \[T\], \[T, H, D\]"),
-    ("rotary", (POSITIONS, HEADS, HEADS[..., :4], TABLE), "one head dim"),
-    ("rotary", (POSITIONS, HEADS[..., :4], HEADS[..., :4], TABLE), "even R of at most 4"),
-    ("rotary", (POSITIONS, HEADS, HEADS, TABLE[:, :3]), "even R"),
-    ("rotary", (POSITIONS, HEADS, HEADS, TABLE[:, :4]), "positions, cos_sin: got strided"),
+    ("rotary", (POSITIONS, HEADS.double(), HEADS.double(), ROPE), "got torch.float64"),
+    ("rotary", (POSITIONS, HEADS, HEADS.bfloat16(), ROPE), "float32, torch.bfloat16"),
+    ("rotary", (POSITIONS.int(), HEADS, HEADS, ROPE), "positions, cos_sin: got torch.int32"),
+    ("rotary", (POSITIONS, HEADS, HEADS, Rope(TABLE.bfloat16())), "torch.int64, torch.bfloat16"),
+    ("rotary", (POSITIONS[:2], HEADS, HEADS, ROPE), r"got \(2,\)"),
+    ("rotary", (POSITIONS, X, X, ROPE), r"need \[T\], \[T, H, D\]"),
+    ("rotary", (POSITIONS, HEADS, HEADS[..., :4], ROPE), "one head dim"),
+    ("rotary", (POSITIONS, HEADS[..., :4], HEADS[..., :4], ROPE), "even R of at most 4"),
+    ("rotary", (POSITIONS, HEADS, HEADS, Rope(TABLE[:, :3])), "even R"),
+    ("rotary", (POSITIONS, HEADS, HEADS, Rope(TABLE[:, :4])), "positions, cos_sin: got strided"),
     ("rotary", (POSITIONS, HEADS.mT.contiguous().mT,
-                HEADS, TABLE), "got strides"),
-    ("rotary", (POSITIONS + 7, HEADS, HEADS, TABLE), "got 9 at token 2, need 0 to 8"),
-    ("rotary", (POSITIONS - 1, HEADS, HEADS, TABLE), "got -1 at token 0"),
+                HEADS, ROPE), "got strides"),
+    ("rotary", (POSITIONS + 7, HEADS, HEADS, ROPE), "got 9 at token 2, need 0 to 8"),
+    ("rotary", (POSITIONS - 1, HEADS, HEADS, ROPE), "got -1 at token 0"),
+    ("rotary", (POSITIONS.expand(3, 3).contiguous(), HEADS, HEADS, ROPE), "need positions"),
+    ("rotary", (POSITIONS, HEADS, HEADS, Rope(TABLE[:, :6].contiguous(), None, 4)), "at most 4"),
+    ("rotary", (POSITIONS, HEADS, HEADS, Rope(TABLE[:, :6].contiguous(), None, -1)), "even R"),
+    ("norm_rope_store", (HEADS, HEADS, HEADS, HEAD_NORMS._replace(k_weight=W.half()), POSITIONS,
+                         ROPE, CACHE, CACHE, POSITIONS), "k_weight: got torch.float16"),
+    ("norm_rope_store", (HEADS, HEADS, HEADS, HEAD_NORMS._replace(q_weight=W[:4]), POSITIONS,
+                         ROPE, CACHE, CACHE, POSITIONS), r"q_weight: got torch.float32 \(4,\)"),
+    ("norm_rope_store", (HEADS, HEADS, HEADS[:2], None, POSITIONS, ROPE, CACHE, CACHE, POSITIONS),
+     r"v: got \(2, 2, 8\)"),
+    ("norm_rope_store", (HEADS, HEADS, HEADS, None, POSITIONS, Rope(TABLE[:, :3]), CACHE, CACHE,
+                         POSITIONS), "even R"),
     ("silu_mul", (X.half(),), "gate_up: got torch.float16"),
     ("silu_mul", (X[:, :7],), r"got \(3, 7\)"),
     ("silu_mul", (HEADS,), r"got \(3, 2, 8\), need \[T, 2N\]"),

@@ -4,24 +4,22 @@ import functools
 
 import pytest
 import torch
+from conftest import NEEDED, kernel_library
 
-from nanoinfer.kernels.build import KernelBuildError, load_library, num_threads
+from nanoinfer.kernels.build import num_threads
 from nanoinfer.kernels.paged_attention import make_paged_attention_cpu, paged_attention_ref
 from nanoinfer.kernels.store_kv import store_kv_ref
 
 
 @functools.cache
-def cpu_kernel(threads=None):
-    try:
-        library = load_library()
-    except KernelBuildError as error:
-        pytest.skip(f"no C++ kernels here: {error}")
+def cpu_kernel(threads=None, machine="native"):
+    library = kernel_library(machine)
     return make_paged_attention_cpu(library, threads or num_threads(library))
 
 
-@pytest.fixture(params=["ref", "cpu"])
+@pytest.fixture(params=["ref", "native", *NEEDED])
 def attention(request):
-    return paged_attention_ref if request.param == "ref" else cpu_kernel()
+    return paged_attention_ref if request.param == "ref" else cpu_kernel(machine=request.param)
 
 
 def make_case(
