@@ -609,6 +609,30 @@ MUTATIONS = [
         "tests/test_selftest.py::test_kernels_pass_on_this_machine",
     ),
     Mutation(
+        "layers/attention.py",
+        "self._scale = head_dim**-0.5",
+        "self._scale = 1.0",
+        "tests/test_attention_layer.py::test_prompts_are_dense_causal_attention",
+    ),
+    Mutation(
+        "layers/attention.py",
+        "turning = (self._norms, batch.positions",
+        "turning = (None, batch.positions",
+        "tests/test_attention_layer.py::test_prompts_are_dense_causal_attention",
+    ),
+    Mutation(
+        "kernels/norm_rope_store.py",
+        "k = rms_norm_ref(k, norms.k_weight, norms.eps)",
+        "k = rms_norm_ref(k, norms.q_weight, norms.eps)",
+        "tests/test_attention_layer.py::test_reference_is_its_parts_one_after_the_other",
+    ),
+    Mutation(
+        "kernels/norm_rope_store.cpp",
+        "norm_and_turn((E*)k_cache + slot",
+        "norm_and_turn((E*)k_cache + slot + turn.D",
+        "tests/test_attention_layer.py::test_keys_and_values_land_in_their_slots_and_nowhere_else",
+    ),
+    Mutation(
         "kernels/paged_attention.py",
         "attn_mask=key_position <= position[:, None],  # [q_len, L]",
         "attn_mask=None,",
