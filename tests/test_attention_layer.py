@@ -1,4 +1,7 @@
-"""nanoinfer/layers/attention.py, against transformers' modules on whole sequences without a cache."""
+"""nanoinfer/layers/attention.py against transformers' modules, on whole sequences without a cache.
+
+Each step is a part of a plan; whatever the plan, a token gets the row that it gets in one piece.
+"""
 
 import dataclasses
 from collections.abc import Callable
@@ -241,7 +244,7 @@ def test_where_the_blocks_lie_changes_no_bit(kernels, dtype):
 
 
 def test_a_token_sees_what_was_stored_before_this_step(kernels):
-    """Changing the cached value of token 2 changes the rows of all later tokens, and of no other."""
+    """A change of the cached value of token 2 reaches all later rows of its sequence, no other."""
     case, other = (Case("llama", torch.float32, kernels) for _ in range(2))
     first, rest = [(0, 0, 3), (1, 0, 5)], [(0, 3, 9), (2, 0, 6)]
     rows = []

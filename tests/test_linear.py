@@ -619,8 +619,11 @@ def test_x_need_not_be_contiguous(kind, N):
     every_other = integers(5, 96, dtype=dtype)[::2, ::2]
     expanded = integers(1, 48, dtype=dtype).expand(4, 48)
     for x in (columns, transposed, planes, every_other, expanded):
-        y = linear(x)
-        assert torch.equal(y, linear(x.clone(memory_format=torch.contiguous_format)))
+        y, same = linear(x), linear(x.clone(memory_format=torch.contiguous_format))
+        if kind.startswith("fp8"):  # fractions: another layout may be summed in another order
+            torch.testing.assert_close(y, same, rtol=2**-7 if dtype == BF16 else 1e-5, atol=1e-3)
+        else:
+            assert torch.equal(y, same)
         assert y.shape == (*x.shape[:-1], N)
         assert has_aligned_rows(y)
 

@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from transformers.models.qwen2_vl import modeling_qwen2_vl
 from transformers.models.qwen2_vl.configuration_qwen2_vl import Qwen2VLTextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5
-from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config, Qwen3_5TextConfig
 
 from nanoinfer import LLM
 from nanoinfer.kernels import Kernels, select_kernels
@@ -195,6 +195,22 @@ def test_equal_parameters_share_one_table():
     assert get_rope(config(), 64, CPU).rope.cos_sin.shape == (64, 32)
 
 
+def test_the_table_keeps_its_address_while_one_of_its_users_lives():
+    """A captured graph holds on to the address, not to the object."""
+    config = RopeConfig(head_dim=32, rotary_dim=32, theta=23456.0)
+    one, two = get_rope(config, 64, CPU), get_rope(config, 64, CPU)
+    address = one.rope.cos_sin.data_ptr()
+    before = one.rope.cos_sin.clone()
+    del one
+    gc.collect()
+    others = [get_rope(config, 64 + i, CPU) for i in range(1, 9)]  # would take freed memory
+    again = get_rope(config, 64, CPU)
+    assert again is two
+    assert again.rope.cos_sin.data_ptr() == address
+    assert torch.equal(again.rope.cos_sin, before)
+    assert address not in {other.rope.cos_sin.data_ptr() for other in others}
+
+
 def test_layers_and_engines_share_the_table(tiny_qwen3):
     def tables(llm: LLM) -> set[int]:
         layers = llm.engine._runner._model.model.layers
@@ -263,6 +279,27 @@ def test_conjugate_turns_back(kernels, is_interleaved):
         torch.testing.assert_close(ours, x, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_conjugate_is_the_rotation_by_negative_angles(kernels, is_interleaved, dtype):
+    config = RopeConfig(head_dim=16, rotary_dim=16, theta=1e4, is_interleaved=is_interleaved)
+    rope, positions = get_rope(config, 64, CPU), torch.tensor([0, 1, 63])
+    query, key = random(3, 4, 16, dtype=dtype), random(3, 2, 16, dtype=dtype, seed=1)
+    cos, sin = rope.rope.cos_sin.chunk(2, dim=-1)
+    negative = rope.rope._replace(cos_sin=torch.cat((cos, -sin), dim=-1))
+    expected = kernels.rotary(positions, query, key, negative)
+    assert all(map(torch.equal, rope(positions, query, key, kernels, is_conjugate=True), expected))
+    assert not torch.equal(rope(positions, query, key, kernels)[0], expected[0])
+
+
+@pytest.mark.parametrize("is_conjugate", [False, True])
+def test_rotation_keeps_the_length_of_a_head(kernels, is_conjugate):
+    rope = get_rope(RopeConfig(head_dim=48, rotary_dim=32, theta=1e4, offset=16), 64, CPU)
+    query = random(3, 4, 48)
+    found, _ = rope(torch.tensor([0, 1, 63]), query, None, kernels, is_conjugate)
+    torch.testing.assert_close(found.norm(dim=-1), query.norm(dim=-1), rtol=1e-6, atol=0)
+
+
 def test_a_key_of_none_changes_nothing_for_the_query(kernels):
     rope, positions = get_rope(RopeConfig(head_dim=8, rotary_dim=8, theta=1e4), 9, CPU), [3, 8]
     query, key = random(2, 4, 8), random(2, 1, 8, seed=1)
@@ -287,6 +324,33 @@ def test_a_row_is_read_once_per_token():
     with Mode():
         rotary_ref(torch.tensor([3, 5]), random(2, 4, 8), random(2, 1, 8), rope)
     assert counted == [(2, 8)]
+
+
+@pytest.mark.parametrize("num_axes", [1, 3])
+def test_the_last_row_of_the_table_turns_by_its_angle(kernels, num_axes):
+    config = mrope((2, 1, 1), True) if num_axes == 3 else mrope((2, 1, 1), True, mrope_section=None)
+    rope = get_rope(config, 50, CPU)
+    positions = torch.full((3, 2) if num_axes == 3 else (2,), 49)
+    query = torch.cat((torch.ones(2, 1, 4), torch.zeros(2, 1, 4)), dim=-1)  # becomes (cos, sin)
+    found, _ = rope(positions, query, None, kernels)
+    angles = 49 * 1e4 ** (-torch.arange(0, 8, 2).double() / 8)
+    expected = torch.cat((angles.cos(), angles.sin())).float().expand(2, 1, 8)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("axis", range(3))
+@pytest.mark.parametrize("position", [-1, 16])
+def test_a_position_without_a_row_is_named_whichever_axis_it_is_on(axis, position):
+    kernels = select_kernels(CPU, "auto", use_compile=False)
+    if kernels.name != "cpu":
+        pytest.skip("no C++ kernels here")
+    positions = torch.tensor([[3, 15], [15, 0], [0, 15]])
+    rope, query = get_rope(mrope((2, 1, 1), True), 16, CPU), random(2, 1, 8)
+    rope(positions, query, None, kernels)
+    positions[axis, 1] = position
+    with pytest.raises(ValueError) as caught:
+        rope(positions, query, None, kernels)
+    assert f"got {positions[:, 1].tolist()} at token 1, need 0 to 15" in str(caught.value)
 
 
 @pytest.mark.parametrize("position", [-1, 16])
@@ -326,13 +390,25 @@ def test_a_table_narrower_than_what_is_turned_is_refused():
         RotaryEmbedding(config, 128, CPU)
 
 
-def test_a_pruned_table_turns_its_own_width(kernels):
-    config = RopeConfig(**PRUNED, rotary_dim=32, frequency_dim=64, rope_freq_sample_interval=2)
-    rope, query = RotaryEmbedding(config, 128, CPU), random(2, 1, 64)
-    assert rope.rope.cos_sin.shape == (128, 32)
-    found, _ = rope(torch.tensor([1, 100]), query, None, kernels)
-    assert torch.equal(found[..., 32:], query[..., 32:])
-    assert not torch.equal(found[..., :32], query[..., :32])
+@pytest.mark.parametrize(("threshold", "interval"), [(None, 2), (100.0, 1), (100.0, 3)])
+def test_a_pruned_table_turns_its_own_width_by_what_is_left(kernels, threshold, interval):
+    """Of 32 frequencies; the dimensions beyond the table pass."""
+    whole, factor = inverse_frequencies(RopeConfig(**PRUNED, rotary_dim=64))
+    left = whole if threshold is None else whole[2 * math.pi / whole >= threshold]
+    left = left[::interval]
+    R = 2 * len(left)
+    assert 0 < R < 64
+    config = RopeConfig(**PRUNED, rotary_dim=R, frequency_dim=64,
+                        high_freq_cycle_threshold=threshold,
+                        rope_freq_sample_interval=interval)  # fmt: skip
+    rope, query, positions = RotaryEmbedding(config, 128, CPU), random(2, 1, 64), [1, 100]
+    assert rope.rope.cos_sin.shape == (128, R)
+    found, _ = rope(torch.tensor(positions), query, None, kernels)
+    assert torch.equal(found[..., R:], query[..., R:])
+    angles = torch.outer(torch.tensor(positions).double(), left.double())
+    turn = torch.polar(torch.full_like(angles, factor), angles).unsqueeze(1)
+    expected = as_complex(query[..., :R], False) * turn
+    torch.testing.assert_close(as_complex(found[..., :R], False), expected, rtol=1e-5, atol=1e-4)
 
 
 def test_pruning_in_a_checkpoint_is_read():
@@ -380,40 +456,60 @@ def test_three_equal_axes_are_one(kernels, dtype, is_interleaved):
         assert all(map(torch.equal, rope(ours, query, key, kernels), expected))
 
 
-def check_mrope(theirs: Any, config: RopeConfig, head_dim: int, kernels: Kernels) -> None:
+def test_positions_of_a_picture_are_what_transformers_counts():
+    """Else the comparisons below would be about positions that no model sees."""
+    model = modeling_qwen3_5.Qwen3_5Model.__new__(modeling_qwen3_5.Qwen3_5Model)
+    torch.nn.Module.__init__(model)
+    model.config = Qwen3_5Config()
+    merge = model.config.vision_config.spatial_merge_size
+    kinds = torch.tensor([[0] * 4 + [1] * 15 + [0] * 3])  # 1: of a picture
+    grid = torch.tensor([[1, 3 * merge, 5 * merge]])
+    theirs, _ = model.get_rope_index(torch.zeros_like(kinds), kinds, image_grid_thw=grid)
+    assert torch.equal(theirs[:, 0], image_positions())
+
+
+def check_mrope(
+    theirs: Any, config: RopeConfig, head_dim: int, kernels: Kernels, dtype: torch.dtype
+) -> None:
     positions = image_positions()
     T = positions.shape[1]
-    query, key = random(T, 4, head_dim), random(T, 2, head_dim, seed=1)
+    query, key = random(T, 4, head_dim, dtype=dtype), random(T, 2, head_dim, dtype=dtype, seed=1)
     module, apply = theirs
-    cos_sin = module(query, positions[:, None])
-    q, k = (x.transpose(0, 1)[None] for x in (query, key))
+    cos_sin = module(query.float(), positions[:, None])
+    q, k = (x.float().transpose(0, 1)[None] for x in (query, key))
     expected = [x[0].transpose(0, 1) for x in apply(q, k, *cos_sin)]
     rope = get_rope(config, 64, CPU)
     for ours, x in zip(rope(positions, query, key, kernels), expected, strict=True):
-        torch.testing.assert_close(ours, x, rtol=1e-5, atol=1e-5)
+        assert ours.dtype == dtype
+        rtol = 1e-5 if dtype == torch.float32 else BF16_EPS
+        torch.testing.assert_close(ours.float(), x, rtol=rtol, atol=1e-5)
     for swap in ((0, 2, 1), (1, 0, 2)):  # else the comparison would show little
         swapped, _ = rope(positions[[*swap]].contiguous(), query, key, kernels)
-        assert not torch.allclose(swapped, expected[0], atol=0.1)
+        assert not torch.allclose(swapped.float(), expected[0], atol=0.1)
 
 
-def test_interleaved_sections_equal_transformers_qwen3_5(kernels):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interleaved_sections_equal_transformers_qwen3_5(kernels, dtype):
     hf = Qwen3_5TextConfig()
     hf.rope_parameters |= {"mrope_section": [11, 11, 10], "mrope_interleaved": True}
     config = RopeConfig.from_hf(hf, hf.head_dim)
     assert (config.rotary_dim, config.mrope_section) == (64, (11, 11, 10))
     assert config.is_mrope_interleaved
     module = modeling_qwen3_5.Qwen3_5TextRotaryEmbedding(hf)
-    check_mrope((module, modeling_qwen3_5.apply_rotary_pos_emb), config, hf.head_dim, kernels)
+    theirs = (module, modeling_qwen3_5.apply_rotary_pos_emb)
+    check_mrope(theirs, config, hf.head_dim, kernels, dtype)
 
 
-def test_sections_in_blocks_equal_transformers_qwen2_vl(kernels):
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_sections_in_blocks_equal_transformers_qwen2_vl(kernels, dtype):
     hf = Qwen2VLTextConfig()
     hf.rope_parameters |= {"mrope_section": [16, 24, 24]}
     config = RopeConfig.from_hf(hf, 128)
     assert config.mrope_section == (16, 24, 24)
     assert not config.is_mrope_interleaved
     module = modeling_qwen2_vl.Qwen2VLRotaryEmbedding(hf)
-    check_mrope((module, modeling_qwen2_vl.apply_rotary_pos_emb), config, 128, kernels)
+    theirs = (module, modeling_qwen2_vl.apply_rotary_pos_emb)
+    check_mrope(theirs, config, 128, kernels, dtype)
 
 
 @pytest.mark.parametrize("section", [(3, 3, 3), (4, 4), (2, 2, 2, 2)])
@@ -519,11 +615,13 @@ def test_are_members_of_a_pair_turned_by_different_axes():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_compiled_rotation_is_one_kernel_and_the_references_bits(dtype):
+@pytest.mark.parametrize("num_axes", [1, 3])
+def test_compiled_rotation_is_one_kernel_and_the_references_bits(num_axes, dtype):
     from torch._inductor.utils import run_and_get_code
 
     compiled = select_kernels(CPU, "ref", use_compile=True)
-    positions = torch.randint(0, 64, (3, 50))
+    positions = torch.arange(150).view(3, 50) * 37 % 64
+    positions = positions if num_axes == 3 else positions[0].contiguous()
     query, key = random(50, 4, 64, dtype=dtype), random(50, 2, 64, dtype=dtype, seed=1)
     rope = get_rope(mrope((11, 11, 10), True), 64, CPU).rope
     try:
