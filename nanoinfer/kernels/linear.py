@@ -98,7 +98,8 @@ def _wide_product(x: Tensor | Quantized, weight: Tensor, scales: Tensor | None) 
         return F.linear(rows, weight.float())
     if weight.dtype == torch.int8:
         values, factors = quantize_rows_int8(rows)
-        return torch._int_mm(values, weight.T).float() * factors[:, None] * scales
+        sums = F.linear(values.double(), weight.double())  # exact, as int32 sums would be
+        return sums.float() * factors[:, None] * scales
     return F.linear(rows, dequantize_blocks(weight, scales))
 
 
