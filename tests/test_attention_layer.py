@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-from nanoinfer.batch import Batch
+from nanoinfer.batch import NULL_SLOT, Batch
 from nanoinfer.kernels import Kernels, select_kernels
 from nanoinfer.kernels.norm_rope_store import HeadNorms, norm_rope_ref, norm_rope_store_ref
 from nanoinfer.kernels.rms_norm import rms_norm_ref
@@ -70,10 +70,11 @@ def make_norms(kind: type[nn.Module], mean: float) -> nn.ModuleList:
 
 
 def make_family(name: str) -> Family:
-    if name == "qwen3.5":  # a quarter of a head is turned, by three axes
+    if name == "qwen3.5":  # half of a head is turned, by three axes
         hf = Qwen3_5TextConfig(head_dim=D)
         hf.rope_parameters |= {"partial_rotary_factor": 0.5, "mrope_section": [2, 1, 1]}
         hf.rope_parameters["mrope_interleaved"] = True
+        hf.rope_parameters["rope_theta"] = 10.0  # else positions as small as these turn too little
         angles = modeling_qwen3_5.Qwen3_5TextRotaryEmbedding(hf)
         norms = make_norms(modeling_qwen3_5.Qwen3_5RMSNorm, 0.0)
         turn = modeling_qwen3_5.apply_rotary_pos_emb
@@ -177,14 +178,54 @@ def poisoned_outputs(monkeypatch):
 FAMILIES = ["llama", "qwen3", "qwen3.5"]
 
 
-@pytest.mark.parametrize("name", FAMILIES)
-@pytest.mark.parametrize("plan", PLANS)
-def test_prompts_chunks_and_decoding_equal_dense_attention(kernels, plan, name):
-    """One entry for all; slots that no token has been written to are NaN."""
+def assert_plan_is_dense(plan: str, name: str, kernels: Kernels) -> None:
+    """Slots that no token has been written to are NaN."""
     case = Case(name, torch.float32, kernels)
     for ours, expected in zip(case.run(PLANS[plan]), case.dense(torch.float32), strict=True):
         assert ours.shape == expected.shape
         torch.testing.assert_close(ours, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_prompts_are_dense_causal_attention(kernels, name):
+    assert_plan_is_dense("prompts", name, kernels)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+@pytest.mark.parametrize("plan", ["chunks", "decoding"])
+def test_chunks_and_decoding_are_the_whole(kernels, plan, name):
+    assert_plan_is_dense(plan, name, kernels)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_one_entry_serves_a_mixed_batch(kernels, name):
+    assert_plan_is_dense("mixed", name, kernels)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_later_token_changes_nothing(kernels, dtype):
+    """Nor does another sequence; the rows from the changed token on do change."""
+    case, other = (Case("qwen3", dtype, kernels) for _ in range(2))
+    other.fused[0][5:] += 1
+    (ours, *neighbours), (changed, *same) = (one.run(PLANS["prompts"]) for one in (case, other))
+    assert torch.equal(ours[:5], changed[:5])
+    assert (ours[5:] != changed[5:]).any(dim=-1).all()
+    assert all(map(torch.equal, neighbours, same))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_partial_rotation_with_three_axes(kernels, dtype):
+    """What the axes are matters, and dimensions beyond the rotated half do not turn."""
+    case, swapped = (Case("qwen3.5", dtype, kernels) for _ in range(2))
+    assert case.family.rope.rotary_dim == D // 2
+    swapped.positions = [positions[[0, 2, 1]] for positions in swapped.positions]
+    ours, other = (torch.cat(one.run(PLANS["mixed"])) for one in (case, swapped))
+    assert (ours - other).abs().max() > 0.2
+    tails = [one.cache.k.view(-1, KV, D)[one.slots(0)][..., D // 2 :] for one in (case, swapped)]
+    assert torch.equal(*tails)
+    found, expected = ours.float(), torch.cat(case.dense(torch.float32))
+    tolerance = 1e-5 if dtype == torch.float32 else 2**-5
+    torch.testing.assert_close(found, expected, rtol=tolerance, atol=tolerance)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -213,7 +254,7 @@ def test_families_differ():
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_keys_and_values_lie_in_their_slots_and_nothing_beside_them(kernels, name, dtype):
+def test_keys_and_values_land_in_their_slots_and_nowhere_else(kernels, name, dtype):
     """Keys are stored normed and turned, values as they came."""
     case = Case(name, dtype, kernels)
     case.run(PLANS["mixed"])
@@ -231,6 +272,29 @@ def test_keys_and_values_lie_in_their_slots_and_nothing_beside_them(kernels, nam
         is_free[slots] = False
     assert k_cache[is_free].isnan().all()
     assert v_cache[is_free].isnan().all()
+
+
+def test_padding_touches_the_null_block_only(kernels):
+    """Rows of no sequence are written to block 0 and come out as 0; real ones keep their bits."""
+    case, padded = (Case("qwen3", torch.float32, kernels) for _ in range(2))
+    step = PLANS["prompts"][0]
+    batch, T, num_pads = padded.batch(step), sum(LENGTHS), 3
+    batch = dataclasses.replace(
+        batch,
+        positions=F.pad(batch.positions, (0, num_pads)),
+        slot_mapping=F.pad(batch.slot_mapping, (0, num_pads), value=NULL_SLOT),
+        cu_seqlens_q=F.pad(batch.cu_seqlens_q, (0, 1), value=T),  # and a sequence of length 0
+        seq_lens=F.pad(batch.seq_lens, (0, 1)),
+        block_tables=F.pad(batch.block_tables, (0, 0, 0, 1)),
+    )
+    rows = torch.cat((*padded.fused, torch.ones(num_pads, (H + 2 * KV) * D)))
+    found = padded.attention(*split_heads(rows), padded.cache, batch)
+    assert torch.equal(found[:T], case.step(step))
+    assert not found[T:].any()
+    for ours, other in zip(padded.cache, case.cache, strict=True):
+        assert torch.equal(ours[1:].nan_to_num(99), other[1:].nan_to_num(99))
+        assert ours[0, 0].isfinite().all()
+        assert ours[0, 1:].isnan().all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -264,7 +328,7 @@ def test_a_token_sees_what_was_stored_before_this_step(kernels):
 @pytest.mark.parametrize("weights", [None, "rows", "float32"])
 @pytest.mark.parametrize("num_axes", [1, 3])
 @pytest.mark.parametrize("T", [0, 1, 7])
-def test_norm_rotation_and_store_are_composed_of_their_references(T, num_axes, weights, dtype):
+def test_reference_is_its_parts_one_after_the_other(T, num_axes, weights, dtype):
     torch.manual_seed(0)
     q, k, v = split_heads(torch.randn(T, (H + 2 * KV) * D).to(dtype))
     rope = Rope(torch.randn(32, 8), axes=torch.tensor([0, 1, 2, 0] * 2), offset=4)

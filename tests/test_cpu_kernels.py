@@ -39,7 +39,8 @@ MAKERS = {
     "store_kv": make_store_kv_cpu,
     "norm_rope_store": make_norm_rope_store_cpu,
 }  # fmt: skip
-LAYOUTS = [ScaleLayout(4, column, packed) for column in (False, True) for packed in (False, True)]
+FLAGS = [False, True]
+LAYOUTS = [ScaleLayout(n, column, packed) for n in (4, 5) for column in FLAGS for packed in FLAGS]
 
 
 @pytest.fixture(autouse=True, params=["native", *NEEDED])
@@ -145,6 +146,9 @@ def test_fp32_weight_and_factor(dtype, N):
     x = strided(5, N, dtype=dtype)
     for scale in (1.0, 0.3):
         assert_twin(twin("rms_norm")(x, weight, 1e-6, scale), rms_norm_ref(x, weight, 1e-6, scale))
+        arguments = (x, x, weight, 1e-6, scale)
+        assert_twin(twin("add_rms_norm")(*arguments)[0], add_rms_norm_ref(*arguments)[0])
+        assert_twin(twin("rms_norm_gated")(*arguments), rms_norm_gated_ref(*arguments))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -163,8 +167,10 @@ def test_rms_norm_gated(dtype, N, T):
 @pytest.mark.parametrize("T", [*ROWS, 4])
 @pytest.mark.parametrize("with_residual", [False, True])
 def test_quantised_norm_is_the_norm_quantised(dtype, layout, T, with_residual):
-    N, weight = 48, (torch.randn(48) + 1).to(dtype)
+    N, weight = 80, (torch.randn(80) + 1).to(dtype)
     x, residual = strided(T, N, dtype=dtype), strided(T, N, dtype=dtype)
+    for rows in (x, residual):  # small beside large: E4M3 without a leading one, and zeros
+        rows *= 2.0 ** torch.randint(-16, 1, (T, N))
     if with_residual:
         row, sums = twin("add_rms_norm")(x, residual, weight, 1e-6, 0.7)
     else:
@@ -178,6 +184,11 @@ def test_quantised_norm_is_the_norm_quantised(dtype, layout, T, with_residual):
         assert T == 0 or found.scales.stride() == expected.scales.stride()
         assert (found.copy is not None) == keep_copy
         assert found.copy is None or torch.equal(found.copy, row)
+        height = T + -T % 4 if layout.is_column_major else T
+        assert found.scales.untyped_storage().nbytes() == height * 4 * found.scales.size(1)
+        if layout.is_column_major:
+            columns = found.scales.as_strided((found.scales.size(1), height), (height, 1))
+            assert not columns[:, T:].any()
         assert (added is None) if sums is None else torch.equal(added, sums)
 
 
@@ -261,10 +272,11 @@ def test_store_kv(dtype, D, T):
 
 @pytest.mark.parametrize("slot", [-1, 32])
 def test_bad_slot_writes_nothing(slot):
-    rows, caches = torch.randn(3, 2, 8), [torch.zeros(2, 16, 2, 8) for _ in range(2)]
+    memory = torch.zeros(8, 16, 2, 8)  # what lies around the caches would show the damage
+    rows, caches = torch.randn(3, 2, 8), (memory[1:3], memory[5:7])
     with pytest.raises(ValueError, match=rf"got {slot} at token 1, need 0 to 31"):
         twin("store_kv")(rows, rows, *caches, torch.tensor([3, slot, 99]))
-    assert not any(cache.any() for cache in caches)
+    assert not memory.any()
 
 
 # -- Norm, rotation and store in one --------------------------------------------------------------
@@ -289,9 +301,12 @@ def fresh_caches(dtype, D=16):
 @pytest.mark.parametrize("weights", [None, "rows", FP32])
 @pytest.mark.parametrize("T", ROWS)
 @pytest.mark.parametrize(("is_interleaved", "is_mrope"), [(False, False), (True, True)])
-def test_norm_rope_store_is_the_three_kernels_in_turn(dtype, weights, T, is_interleaved, is_mrope):
+@pytest.mark.parametrize(("D", "R", "offset"), [(16, 8, 4), (5, 4, 1), (80, 80, 0)])
+def test_norm_rope_store_is_the_three_kernels_in_turn(
+    dtype, weights, T, is_interleaved, is_mrope, D, R, offset
+):
     weights = dtype if weights == "rows" else weights
-    arguments = fused_case(dtype, T, 16, 8, 4, is_interleaved, is_mrope, weights)
+    arguments = fused_case(dtype, T, D, R, offset, is_interleaved, is_mrope, weights)
     slots = torch.randperm(80)[:T]
 
     def norm_rope(q, k, norms, positions, rope):
@@ -301,7 +316,7 @@ def test_norm_rope_store_is_the_three_kernels_in_turn(dtype, weights, T, is_inte
         return twin("rotary")(positions, q, k, rope)
 
     three = make_norm_rope_store(norm_rope, twin("store_kv"))
-    found, expected, reference = (fresh_caches(dtype) for _ in range(3))
+    found, expected, reference = (fresh_caches(dtype, D) for _ in range(3))
     found.append(twin("norm_rope_store")(*arguments, *found, slots))
     expected.append(three(*arguments, *expected, slots))
     reference.append(norm_rope_store_ref(*arguments, *reference, slots))
@@ -310,34 +325,44 @@ def test_norm_rope_store_is_the_three_kernels_in_turn(dtype, weights, T, is_inte
         torch.testing.assert_close(ours, theirs, rtol=2**-6, atol=2**-5 if dtype == BF16 else 1e-5)
 
 
-@pytest.mark.parametrize("threads", [1, 2])
-def test_norm_rope_store_with_threads(threads):
-    q, k, v, norms, positions, rope = fused_case(BF16, 60, 128, 128, 0, weights=BF16)
-    slots, caches = torch.randperm(80)[:60], fresh_caches(BF16, 128)
-    out = twin("norm_rope_store", threads)(q, k, v, norms, positions, rope, *caches, slots)
-    alone = fresh_caches(BF16, 128)
-    row = slice(7, 8)
-    one = twin("norm_rope_store")(
-        q[row], k[row], v[row], norms, positions[row], rope, *alone, slots[row]
-    )
-    assert torch.equal(one, out[row])
+def test_norm_rope_store_with_threads_and_neighbours():
+    T = 60
+    *heads, norms, positions, rope = fused_case(BF16, T, 128, 128, 0, is_mrope=True, weights=BF16)
+    slots, results = torch.randperm(80)[:T], []
+    for threads, rows in ((1, slice(0, T)), (2, slice(0, T)), (1, slice(7, 8))):
+        caches = fresh_caches(BF16, 128)
+        arguments = (*[x[rows] for x in heads], norms, positions[:, rows].contiguous(), rope)
+        out = twin("norm_rope_store", threads)(*arguments, *caches, slots[rows])
+        results.append([out, *caches])
+    one, two, alone = results
+    assert all(map(torch.equal, one, two))
     at = divmod(int(slots[7]), 16)
-    assert all(torch.equal(a[at], b[at]) for a, b in zip(alone, caches, strict=True))
+    assert torch.equal(alone[0][0], one[0][7])
+    assert all(torch.equal(a[at], b[at]) for a, b in zip(alone[1:], one[1:], strict=True))
 
 
-def test_norm_rope_store_writes_nothing_for_a_bad_position_or_slot():
-    q, k, v, norms, positions, rope = fused_case(FP32, 3)
-    slots, caches = torch.tensor([1, 2, 3]), fresh_caches(FP32)
-    for bad, message in (
-        (positions.new_tensor([0, 99, 1]), "positions: got 99 at token 1"),
-        (positions.new_tensor([0, 1, -1]), "positions: got -1 at token 2"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            twin("norm_rope_store")(q, k, v, norms, bad, rope, *caches, slots)
-    slots = torch.tensor([1, 2, 80])
-    with pytest.raises(ValueError, match="slot_mapping: got 80 at token 2, need 0 to 79"):
-        twin("norm_rope_store")(q, k, v, norms, positions, rope, *caches, slots)
-    assert not any(cache.any() for cache in caches)
+@pytest.mark.parametrize("is_mrope", FLAGS)
+@pytest.mark.parametrize(("what", "value"), [("position", 99), ("position", -1),
+                                             ("slot", 80), ("slot", -1)])  # fmt: skip
+def test_norm_rope_store_writes_nothing_for_a_bad_position_or_slot(is_mrope, what, value):
+    *arguments, positions, rope = fused_case(FP32, 3, is_mrope=is_mrope)
+    memory = torch.zeros(14, 16, 2, 16)  # around the caches, too
+    slots, caches = torch.tensor([1, 2, 3]), (memory[1:6], memory[8:13])
+    (positions if what == "position" else slots)[..., -1] = value
+    named = value if what == "slot" or not is_mrope else rf"\[{value}, {value}, {value}\]"
+    name, last = ("positions", 98) if what == "position" else ("slot_mapping", 79)
+    with pytest.raises(ValueError, match=f"{name}: got {named} at token 2, need 0 to {last}"):
+        twin("norm_rope_store")(*arguments, positions, rope, *caches, slots)
+    assert not memory.any()
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_a_bad_position_of_any_axis_is_refused(axis):
+    rope, positions = make_rope(8), torch.ones(3, 4, dtype=torch.int64)
+    positions[axis, 2] = 99
+    x = torch.zeros(4, 1, 8)
+    with pytest.raises(ValueError, match=r"got \[.*99.*\] at token 2, need 0 to 98"):
+        twin("rotary")(positions, x, x, rope)
 
 
 # -- All of them ----------------------------------------------------------------------------------
@@ -351,19 +376,26 @@ def test_threads_and_neighbours_change_no_bit(dtype):
     query, key = strided(T, 8, 128, dtype=dtype), strided(T, 2, 128, dtype=dtype)
     weight, table = torch.randn(1024).to(dtype), torch.randn(T, 64)
     positions, gate_up = torch.randperm(T), strided(T, 2 * 576, dtype=dtype)
-    cases = {
-        "rms_norm": lambda rows: (x[rows], weight, 1e-6),
-        "add_rms_norm": lambda rows: (x[rows], residual[rows], weight, 1e-6),
-        "rms_norm_gated": lambda rows: (x[rows], residual[rows], weight, 1e-6),
-        "rotary": lambda rows: (positions[rows], query[rows], key[rows], Rope(table)),
-        "silu_mul": lambda rows: (gate_up[rows],),
-    }
-    for op, arguments in cases.items():
-        one = twin(op, 1)(*arguments(slice(None)))
-        two = twin(op, 2)(*arguments(slice(None)))
-        alone = twin(op, 2)(*arguments(slice(7, 8)))
-        if isinstance(one, torch.Tensor):
-            one, two, alone = [one], [two], [alone]
+    rope, three = Rope(table, torch.arange(64) % 32 % 3), torch.randint(0, T, (3, T))
+    cases = [
+        ("rms_norm", lambda rows: (x[rows], weight, 1e-6)),
+        ("add_rms_norm", lambda rows: (x[rows], residual[rows], weight, 1e-6)),
+        ("rms_norm_gated", lambda rows: (x[rows], residual[rows], weight, 1e-6)),
+        ("rms_norm_quantized", lambda rows: (x[rows], residual[rows], weight, 1e-6, LAYOUTS[0])),
+        ("rotary", lambda rows: (positions[rows], query[rows], key[rows], rope)),
+        ("rotary", lambda rows: (three[:, rows].contiguous(), query[rows], key[rows], rope)),
+        ("silu_mul", lambda rows: (gate_up[rows],)),
+    ]
+
+    def run(op, threads, arguments):
+        found = twin(op, threads)(*arguments)
+        if op == "rms_norm_quantized":
+            return found[0].values.view(torch.uint8), found[0].scales, found[1]
+        return found if isinstance(found, tuple) else (found,)
+
+    for op, arguments in cases:
+        one, two = (run(op, threads, arguments(slice(None))) for threads in (1, 2))
+        alone = run(op, 2, arguments(slice(7, 8)))
         assert all(map(torch.equal, one, two))
         assert all(torch.equal(a[7:8], b) for a, b in zip(one, alone, strict=True))
     caches = [torch.zeros(4, 16, 2, 128, dtype=dtype) for _ in range(4)]
@@ -376,6 +408,14 @@ def test_threads_and_neighbours_change_no_bit(dtype):
 X, W, HEADS, TABLE = torch.zeros(3, 8), torch.zeros(8), torch.zeros(3, 2, 8), torch.zeros(9, 8)
 ROPE, HEAD_NORMS = Rope(TABLE), HeadNorms(W, W, 1e-6)
 POSITIONS, CACHE = torch.arange(3), torch.zeros(2, 4, 2, 8)
+FUSED = {"q": HEADS, "k": HEADS, "v": HEADS, "norms": HEAD_NORMS, "positions": POSITIONS,
+         "rope": ROPE, "k_cache": CACHE, "v_cache": CACHE, "slots": POSITIONS}  # fmt: skip
+
+
+def fused_with(**others):
+    return tuple((FUSED | others).values())
+
+
 REFUSED = [
     ("rms_norm", (X.half(), W.half(), 1e-6), "x, weight: got torch.float16"),
     ("rms_norm", (X, W.bfloat16(), 1e-6), "got torch.float32, torch.bfloat16"),
@@ -407,14 +447,27 @@ REFUSED = [
     ("rotary", (POSITIONS.expand(3, 3).contiguous(), HEADS, HEADS, ROPE), "need positions"),
     ("rotary", (POSITIONS, HEADS, HEADS, Rope(TABLE[:, :6].contiguous(), None, 4)), "at most 4"),
     ("rotary", (POSITIONS, HEADS, HEADS, Rope(TABLE[:, :6].contiguous(), None, -1)), "even R"),
-    ("norm_rope_store", (HEADS, HEADS, HEADS, HEAD_NORMS._replace(k_weight=W.half()), POSITIONS,
-                         ROPE, CACHE, CACHE, POSITIONS), "k_weight: got torch.float16"),
-    ("norm_rope_store", (HEADS, HEADS, HEADS, HEAD_NORMS._replace(q_weight=W[:4]), POSITIONS,
-                         ROPE, CACHE, CACHE, POSITIONS), r"q_weight: got torch.float32 \(4,\)"),
-    ("norm_rope_store", (HEADS, HEADS, HEADS[:2], None, POSITIONS, ROPE, CACHE, CACHE, POSITIONS),
-     r"v: got \(2, 2, 8\)"),
-    ("norm_rope_store", (HEADS, HEADS, HEADS, None, POSITIONS, Rope(TABLE[:, :3]), CACHE, CACHE,
-                         POSITIONS), "even R"),
+    ("norm_rope_store", fused_with(norms=HeadNorms(W, W.half(), 1)), "k_weight: got torch.float16"),
+    ("norm_rope_store", fused_with(norms=HeadNorms(W.bfloat16(), W, 1)), "q_weight: got torch.bf"),
+    ("norm_rope_store", fused_with(**{name: x.bfloat16() for name, x in FUSED.items()
+                                      if name in ("q", "k", "v", "k_cache", "v_cache")},
+                                   norms=HeadNorms(W, W.bfloat16(), 1)), "k_weight: .* for both"),
+    ("norm_rope_store", fused_with(norms=HeadNorms(W[:4], W, 1)), r"q_weight: .*float32 \(4,\)"),
+    ("norm_rope_store", fused_with(norms=HeadNorms(W, torch.zeros(8, 2)[:, 0], 1)), "k_weight"),
+    ("norm_rope_store", fused_with(q=HEADS.half(), k=HEADS.half()), "query, key: got torch.fl"),
+    ("norm_rope_store", fused_with(q=HEADS.mT.contiguous().mT), "query, key: got strides"),
+    ("norm_rope_store", fused_with(q=HEADS[:2]), r"query, .* got \(3,\), \(2, 2, 8\)"),
+    ("norm_rope_store", fused_with(k=HEADS.bfloat16()), "query, key: got .*torch.bfloat16"),
+    ("norm_rope_store", fused_with(k=torch.zeros(3, 4, 8)[:, ::2]), "k: got strides"),
+    ("norm_rope_store", fused_with(v=HEADS[:2]), r"v: got \(2, 2, 8\)"),
+    ("norm_rope_store", fused_with(v=HEADS.bfloat16()), "v: got .* torch.bfloat16"),
+    ("norm_rope_store", fused_with(v=HEADS.mT.contiguous().mT), "v: got strides"),
+    ("norm_rope_store", fused_with(positions=POSITIONS.int()), "positions, .* got torch.int32"),
+    ("norm_rope_store", fused_with(rope=Rope(TABLE[:, :3])), "even R"),
+    ("norm_rope_store", fused_with(rope=Rope(TABLE[:, :4])), "positions, cos_sin: got strided"),
+    ("norm_rope_store", fused_with(k_cache=CACHE[..., :4]), r"k: got \(3, 2, 8\)"),
+    ("norm_rope_store", fused_with(v_cache=CACHE.mT.contiguous().mT), "v_cache, .* got strided"),
+    ("norm_rope_store", fused_with(slots=POSITIONS.int()), "slot_mapping: got torch.int32"),
     ("silu_mul", (X.half(),), "gate_up: got torch.float16"),
     ("silu_mul", (X[:, :7],), r"got \(3, 7\)"),
     ("silu_mul", (HEADS,), r"got \(3, 2, 8\), need \[T, 2N\]"),

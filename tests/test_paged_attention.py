@@ -22,6 +22,12 @@ def attention(request):
     return paged_attention_ref if request.param == "ref" else cpu_kernel(machine=request.param)
 
 
+@pytest.fixture(params=["native", *NEEDED])
+def machine(request):
+    kernel_library(request.param)
+    return request.param
+
+
 def make_case(
     chunks, heads=4, kv_heads=2, head_dim=32, block_size=16, dtype=torch.float32, pad=0, seed=0
 ):
@@ -149,12 +155,12 @@ def test_contiguous_and_strided_queries_agree(attention):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [64, 20])
-def test_same_bits_alone_and_in_a_batch(dtype, head_dim):
-    attention = cpu_kernel()
+def test_same_bits_alone_and_in_a_batch(machine, dtype, head_dim):
+    attention = cpu_kernel(2, machine)
     case = make_case([(1, 700), *MIXED, (1, 300)], head_dim=head_dim, dtype=dtype)
     q, k_cache, v_cache, tables, seq_lens, bounds, scale = case
     together = attention(*case)
-    assert cpu_kernel(threads=1)(*case).equal(together)
+    assert cpu_kernel(1, machine)(*case).equal(together)
     for i in range(len(seq_lens)):
         start, end = bounds[i : i + 2].tolist()
         one = torch.tensor([0, end - start], dtype=torch.int32)
@@ -166,22 +172,23 @@ def test_same_bits_alone_and_in_a_batch(dtype, head_dim):
 
 @pytest.mark.parametrize("head_dim", [128, 80, 20])
 @pytest.mark.parametrize("chunks", [MIXED, [(1, 2100)], [(150, 200)]])
-def test_bf16_error_is_at_most_twice_the_reference_error(chunks, head_dim):
+def test_bf16_error_is_at_most_twice_the_reference_error(machine, chunks, head_dim):
     case = make_case(chunks, head_dim=head_dim, dtype=torch.bfloat16)
     expected = naive_attention(*case)
-    error = (cpu_kernel()(*case).double() - expected).abs()
+    error = (cpu_kernel(machine=machine)(*case).double() - expected).abs()
     error_ref = (paged_attention_ref(*case).double() - expected).abs()
     assert error.max() <= 2 * error_ref.max() + 1e-4
     assert error.mean() <= 2 * error_ref.mean() + 1e-5
 
 
-def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan():
+def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan(machine):
+    attention = cpu_kernel(machine=machine)
     # One key: the output is its value, rounded to bf16 exactly once.
     q, k_cache, v_cache, *rest = make_case([(1, 1)], 1, 1, dtype=torch.bfloat16)
     page = rest[0][0, 0].item()
     v_cache[page, 0, 0, 5] = torch.nan
     v_cache[page, 0, 0, 6] = torch.inf
-    out = cpu_kernel()(q, k_cache, v_cache, *rest)
+    out = attention(q, k_cache, v_cache, *rest)
     torch.testing.assert_close(out[0, 0], v_cache[page, 0, 0], equal_nan=True, atol=0, rtol=0)
     # Two equally likely keys: the mean of two neighbours is a tie, which goes to the even one.
     q, k_cache, v_cache, *rest = make_case([(1, 2)], 1, 1, dtype=torch.bfloat16)
@@ -189,7 +196,7 @@ def test_rounding_to_bf16_is_to_nearest_even_and_keeps_nan():
     k_cache[page, 1] = k_cache[page, 0]
     for low, high, even in ((1.0, 1.0 + 2**-7, 1.0), (1.0 + 2**-7, 1.0 + 2**-6, 1.0 + 2**-6)):
         v_cache[page, 0], v_cache[page, 1] = low, high
-        assert cpu_kernel()(q, k_cache, v_cache, *rest).eq(even).all()
+        assert attention(q, k_cache, v_cache, *rest).eq(even).all()
 
 
 def test_nan_in_a_query_reaches_its_own_row_only(attention):
