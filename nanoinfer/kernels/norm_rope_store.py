@@ -124,9 +124,11 @@ def _weights(
         return (None, None), 0.0
     for name, weight in (("q_weight", norms.q_weight), ("k_weight", norms.k_weight)):
         is_known = weight.dtype in (q.dtype, torch.float32) and weight.dtype == norms.q_weight.dtype
-        if not is_known or weight.shape != q.shape[-1:] or not weight.is_contiguous():
+        is_known = is_known and weight.shape == q.shape[-1:] and weight.is_cpu
+        if not is_known or not weight.is_contiguous():
             raise ValueError(
-                f"{name}: got {weight.dtype} {tuple(weight.shape)}, need {q.dtype} or float32 "
-                f"[{q.shape[-1]}], contiguous, the same for both; try norm_rope_store_ref"
+                f"{name}: got {weight.dtype} {tuple(weight.shape)} on {weight.device}, need "
+                f"{q.dtype} or float32 [{q.shape[-1]}] on cpu, contiguous, the same for both; try "
+                "norm_rope_store_ref"
             )
     return (norms.q_weight, norms.k_weight), norms.eps

@@ -29,7 +29,7 @@ class Rope(NamedTuple):
     """What turns a token. Equal ones share their tensors."""
 
     cos_sin: Tensor  # [P, R] fp32
-    axes: Tensor | None = None  # [R] int64: which of three positions a column follows
+    axes: Tensor | None = None  # [R] int64, 0 to 2: which of three positions a column follows
     offset: int = 0
     is_interleaved: bool = False
 
@@ -136,6 +136,16 @@ def check_rope(positions: Tensor, query: Tensor, key: Tensor, rope: Rope) -> Non
     if need:
         found = ", ".join(str(tuple(shape)) for shape in shapes)
         raise ValueError(f"positions, query, key, cos_sin: got {found}, need {need}")
+    if rope.axes is not None and (
+        rope.axes.shape != cos_sin.shape[1:]
+        or rope.axes.dtype != torch.int64
+        or not rope.axes.is_contiguous()
+        or not rope.axes.is_cpu
+    ):
+        raise ValueError(
+            f"axes: got {rope.axes.dtype} {tuple(rope.axes.shape)} on {rope.axes.device}, need "
+            f"contiguous int64 [{cos_sin.shape[1]}] on cpu; try get_rope"
+        )
     _check_memory(positions, query, key, cos_sin)
 
 
