@@ -56,14 +56,14 @@ class Kernels(NamedTuple):
 
 
 # What torch.compile fuses: elementwise, with at most a sum over a row.
-_ELEMENTWISE = {
-    "rms_norm": rms_norm_ref,
-    "add_rms_norm": add_rms_norm_ref,
-    "rms_norm_gated": rms_norm_gated_ref,
-    "rms_norm_quantized": rms_norm_quantized_ref,
-    "rotary": rotary_ref,
-    "silu_mul": silu_mul_ref,
-}
+_ELEMENTWISE = (
+    "rms_norm",
+    "add_rms_norm",
+    "rms_norm_gated",
+    "rms_norm_quantized",
+    "rotary",
+    "silu_mul",
+)
 
 
 def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Kernels:
@@ -72,7 +72,7 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
     if kernels == "auto" and device.type == "cpu":
         table = _cpu_kernels()
     if use_compile:
-        compiled = {op: _compile(reference) for op, reference in _ELEMENTWISE.items()}
+        compiled = {op: _compile(getattr(Kernels(), op)) for op in _ELEMENTWISE}  # references
         fused = make_norm_rope_store(_compile(norm_rope_ref), table.store_kv)
         table = table._replace(**compiled, norm_rope_store=fused)
     return table

@@ -84,6 +84,11 @@ def num_threads(library: ctypes.CDLL) -> int:
     return torch.get_num_threads() if _shares_torch_threads(library) else 1
 
 
+def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
+    """Addresses for a call through ctypes; None for a tensor that is not there."""
+    return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+
+
 @functools.cache
 def _open_or_build(path: Path, command: tuple[str, ...], sources: tuple[Path, ...]) -> ctypes.CDLL:
     if (library := _open(path)) is not None:

@@ -20,6 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.build import pointers
 from nanoinfer.kernels.rms_norm import rms_norm_ref
 from nanoinfer.kernels.rotary import Rope, bad_position, check_rope, rope_axes, rotary_ref
 from nanoinfer.kernels.store_kv import bad_slot, check_store, store_kv_ref
@@ -80,8 +81,8 @@ def make_norm_rope_store_cpu(library: ctypes.CDLL, threads: int) -> NormRopeStor
     row in the table and for slots outside the cache, before anything is written.
     """
     kernel = library.nanoinfer_norm_rope_store
-    pointers, sizes = [ctypes.c_void_p] * 12, [ctypes.c_int64] * 14
-    kernel.argtypes = [*[ctypes.c_int] * 3, *pointers, *sizes, ctypes.c_float, ctypes.c_int]
+    tensor_types, sizes = [ctypes.c_void_p] * 12, [ctypes.c_int64] * 14
+    kernel.argtypes = [*[ctypes.c_int] * 3, *tensor_types, *sizes, ctypes.c_float, ctypes.c_int]
     kernel.restype = ctypes.c_int64
 
     def norm_rope_store_cpu(
@@ -102,12 +103,11 @@ def make_norm_rope_store_cpu(library: ctypes.CDLL, threads: int) -> NormRopeStor
         is_fp32 = weights[0] is not None and weights[0].dtype == torch.float32
         flags = q.dtype == torch.bfloat16, is_fp32, rope.is_interleaved
         tensors = (out, k_cache, v_cache, q, k, v, *weights, positions, rope_axes(positions, rope))
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
-        tables = rope.cos_sin.data_ptr(), slot_mapping.data_ptr()
+        addresses = pointers(*tensors, rope.cos_sin, slot_mapping)
         (T, H, D), num_slots = q.shape, k_cache.shape[0] * k_cache.shape[1]
         sizes = (T, H, k.shape[1], D, *rope.cos_sin.shape, rope.offset, num_slots)
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])
-        invalid = kernel(*flags, *pointers, *tables, *sizes, *strides, eps, threads)
+        invalid = kernel(*flags, *addresses, *sizes, *strides, eps, threads)
         if invalid >= T:
             raise bad_slot(slot_mapping, invalid - T, num_slots)
         if invalid >= 0:

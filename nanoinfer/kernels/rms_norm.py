@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.kernels.build import pointers
 from nanoinfer.kernels.quantize import FP8, PACK, Quantized, ScaleLayout, quantize_ref
 
 
@@ -114,11 +115,11 @@ class RmsNormCpu:
         scales, scale_strides = _empty_scales(T, layout.num_groups(N), layout)
         copy = torch.empty((T, N), dtype=x.dtype) if keep_copy else None
         added = torch.empty((T, N), dtype=x.dtype) if residual is not None else None
-        pointers = map(_pointer, (values, scales, copy, added, x, residual, weight))
+        addresses = pointers(values, scales, copy, added, x, residual, weight)
         types = x.dtype == torch.bfloat16, weight.dtype == torch.float32
         layouts = (layout.group_size, layout.is_packed, scale_strides)
         self._quantized_kernel(
-            *types, *pointers, T, N, strides, *layouts, eps, out_scale, self._threads
+            *types, *addresses, T, N, strides, *layouts, eps, out_scale, self._threads
         )
         return Quantized(values, scales, copy), added
 
@@ -134,10 +135,10 @@ class RmsNormCpu:
         strides, shape, dtype = _strides(weight, x, residual, gate), x.shape, x.dtype
         out = torch.empty(shape, dtype=dtype)
         added = None if residual is None else torch.empty(shape, dtype=dtype)
-        pointers = map(_pointer, (out, added, x, residual, gate, weight))
+        addresses = pointers(out, added, x, residual, gate, weight)
         T, H, N = shape if len(shape) == 3 else (shape[0], 1, shape[1])
         types = dtype == torch.bfloat16, weight.dtype == torch.float32
-        self._kernel(*types, *pointers, T, H, N, strides, eps, out_scale, self._threads)
+        self._kernel(*types, *addresses, T, H, N, strides, eps, out_scale, self._threads)
         return out, added
 
 
@@ -147,10 +148,6 @@ _CODES = {"i": ctypes.c_int, "l": ctypes.c_int64, "p": ctypes.c_void_p, "f": cty
 
 def _argtypes(codes: str) -> list[Any]:
     return [_CODES[code] for code in codes]
-
-
-def _pointer(tensor: Tensor | None) -> int | None:
-    return None if tensor is None else tensor.data_ptr()
 
 
 def _strides(

@@ -22,6 +22,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.build import pointers
+
 MROPE_AXES = 3
 
 
@@ -78,8 +80,8 @@ def make_rotary_cpu(library: ctypes.CDLL, threads: int) -> Rotary:
     without a row in the table.
     """
     kernel = library.nanoinfer_rotary
-    pointers, sizes = [ctypes.c_void_p] * 7, [ctypes.c_int64] * 11
-    kernel.argtypes = [*[ctypes.c_int] * 3, *pointers, *sizes, ctypes.c_int]
+    tensor_types, sizes = [ctypes.c_void_p] * 7, [ctypes.c_int64] * 11
+    kernel.argtypes = [*[ctypes.c_int] * 3, *tensor_types, *sizes, ctypes.c_int]
     kernel.restype = ctypes.c_int64
 
     def rotary_cpu(
@@ -95,11 +97,11 @@ def make_rotary_cpu(library: ctypes.CDLL, threads: int) -> Rotary:
         turned_key = None if key is None else torch.empty(key.shape, dtype=key.dtype)
         flags = query.dtype == torch.bfloat16, rope.is_interleaved, is_conjugate
         tensors = (turned, turned_key, query, key, positions, rope_axes(positions, rope))
-        pointers = [None if tensor is None else tensor.data_ptr() for tensor in tensors]
+        addresses = pointers(*tensors, rope.cos_sin)
         T, H, D = query.shape
         sizes = (T, H, heads.shape[1], D, *rope.cos_sin.shape, rope.offset)
         strides = (*query.stride()[:2], *heads.stride()[:2])
-        invalid = kernel(*flags, *pointers, rope.cos_sin.data_ptr(), *sizes, *strides, threads)
+        invalid = kernel(*flags, *addresses, *sizes, *strides, threads)
         if invalid >= 0:
             raise bad_position(positions, invalid, rope)
         return turned, turned_key
