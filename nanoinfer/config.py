@@ -20,6 +20,7 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES |= {"float": torch.float32, "half": torch.float16}
+QUANTIZED = {"int8": torch.int8}
 _DEVICE = r"auto|cpu|cuda(:\d+)?"
 
 
@@ -33,6 +34,8 @@ class EngineConfig:
     """Folder or hub id of the tokenizer; None: the model's."""
     dtype: str | torch.dtype = "auto"
     """auto: the checkpoint's, but float32 on a CPU without bf16 instructions."""
+    quantization: str | None = None
+    """int8: convert the weights of all linear layers when they are loaded. None: as they are."""
     device: str = "auto"
     """auto, cpu or cuda."""
     max_model_len: int | None = None
@@ -126,6 +129,10 @@ _CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "dtype": (
         f"auto or one of {', '.join(DTYPES)}",
         lambda v: str(v).removeprefix("torch.") in ("auto", *DTYPES),
+    ),
+    "quantization": (
+        f"None or one of {', '.join(QUANTIZED)}",
+        lambda v: v is None or v in QUANTIZED,
     ),
     "device": ("auto, cpu, cuda or cuda:N", lambda v: bool(re.fullmatch(_DEVICE, str(v)))),
     "max_model_len": _MAYBE_COUNT,

@@ -16,10 +16,9 @@ import torch
 from torch import Tensor
 
 from nanoinfer.batch import Batch
-from nanoinfer.config import DTYPES, EngineConfig
+from nanoinfer.config import DTYPES, QUANTIZED, EngineConfig
 from nanoinfer.kernels import select_kernels
 from nanoinfer.kernels.build import cpu_features
-from nanoinfer.layers.linear import Linear
 from nanoinfer.loader import load_weights
 from nanoinfer.model_config import ModelConfig
 from nanoinfer.models.qwen3 import CausalLM
@@ -53,11 +52,7 @@ class ModelRunner:
         )
         logger.info("loading %s as %s", folder.name, str(dtype).removeprefix("torch."))
         load_weights(self._model, folder, tie=model_config.tie_word_embeddings)
-        if self.kernels.pack_weights:
-            embedding = self._model.model.embed_tokens.weight
-            for module in self._model.modules():
-                if isinstance(module, Linear) and module.weight is not embedding:
-                    module.pack()
+        self._model.finish_weights(QUANTIZED.get(config.quantization), self.kernels.pack_weight)
         self._specs = self._model.cache_specs()
         self._caches = self._allocate(1)
         self.num_kv_blocks = self._count_kv_blocks(config, longest)

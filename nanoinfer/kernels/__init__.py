@@ -16,6 +16,7 @@ from torch import Tensor
 
 from nanoinfer.kernels.build import KernelBuildError, load_library, num_threads
 from nanoinfer.kernels.gumbel import draw_wide_ref, make_draw_wide_cpu
+from nanoinfer.kernels.linear import LinearCpu, Pack, pack_never
 from nanoinfer.kernels.norm_rope_store import (
     make_norm_rope_store,
     make_norm_rope_store_cpu,
@@ -42,7 +43,7 @@ class Kernels(NamedTuple):
     """One callable per op, and the name of the set."""
 
     name: str = "ref"
-    pack_weights: bool = False
+    pack_weight: Pack = pack_never
     rms_norm: Callable[..., Tensor] = rms_norm_ref
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm_ref
     rms_norm_gated: Callable[..., Tensor] = rms_norm_gated_ref
@@ -91,19 +92,16 @@ def _own_copy(function: Any) -> FunctionType:
 
 
 def _cpu_kernels() -> Kernels:
-    pack_weights = torch.backends.mkldnn.is_available() and bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
     try:
         library = load_library()
     except KernelBuildError as error:
         logger.warning("no C++ kernels, running the PyTorch references (slower): %s", error)
-        return Kernels(pack_weights=pack_weights)
+        return Kernels(pack_weight=LinearCpu(None, 1).pack)
     threads = num_threads(library)
     norms = RmsNormCpu(library, threads)
     return Kernels(
         name="cpu",
-        pack_weights=pack_weights,
+        pack_weight=LinearCpu(library, threads).pack,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         rms_norm_gated=norms.rms_norm_gated,

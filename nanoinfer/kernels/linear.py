@@ -13,18 +13,38 @@ occupies N rounded up, and y is a view of the first N:
     N = 5, fp32, 8 to 32 bytes:   storage  y y y y y . . .     y = storage[:, :5], strides (8, 1)
                                            y y y y y . . .
 
+On a CPU a weight is packed once, into the order in which it is used, and kept in that form only:
+
+    plain     [N, K]                  a row of W after the other
+    blocks    [N/64, K/P, 64, P]      64 rows of W side by side, P values of each at a time;
+                                      P = 2 for bf16, 4 for int8 (linear.cpp says why)
+
+For bf16 these are the bytes of oneDNN's layout AB16b64a2b, so one packing serves two kernels: ours
+for few rows, where it reads faster, oneDNN's for many.
+
 Source: DeepInfer's and DeepGEMM's contract. M rows, K inputs, N outputs.
 """
+
+import ctypes
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from nanoinfer.kernels.build import pointers
 from nanoinfer.kernels.quantize import FP8, FP8_MAX, MIN_AMAX, Quantized, dequantize
 
 ROW_BYTES = 32
 BLOCK = 128  # rows and columns of an FP8 weight that share a scale
 _INT8_MAX = 127
+BLOCK_ROWS = 64  # of a packed weight
+_STEPS = 16  # oneDNN rounds the number of pairs up to a multiple
+_ROWS_HINT = 16  # for oneDNN, which packs alike for any number
+_NUM_PROBES = 64
+_FEW_ROWS = 64  # up to here our kernel is at least as fast as oneDNN's
+_PLAIN: tuple = ("none", [], "")  # oneDNN: nothing fused behind the product
 
 
 def empty_rows(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -125,3 +145,126 @@ def dequantize_blocks(weight: Tensor, scales: Tensor) -> Tensor:
 def _expand_blocks(scales: Tensor, N: int, K: int) -> Tensor:
     """[N/128, K/128] -> [N, K]."""
     return scales.repeat_interleave(BLOCK, 0)[:N].repeat_interleave(BLOCK, 1)[:, :K]
+
+
+class PackedWeight(NamedTuple):
+    """A weight [N, K] in the order in which a kernel reads it: the only copy.
+
+    multiply: (x [M, K], bias [N] or None, is_wide) -> [M, N] of x's dtype, or fp32 if wide.
+    plain: () -> [N, K] as it was, copied. blocks: None where oneDNN chose an order unknown to us.
+    """
+
+    multiply: Callable[[Tensor, Tensor | None, bool], Tensor]
+    plain: Callable[[], Tensor]
+    blocks: Tensor | None  # [N/64, K/P, 64, P]
+
+
+Pack = Callable[[Tensor, Tensor | None], PackedWeight | None]  # (weight, scales of its rows)
+
+
+def pack_never(weight: Tensor, scales: Tensor | None) -> PackedWeight | None:
+    """Leave the weight as it is: linear_ref multiplies it."""
+    return None
+
+
+def rows_of_blocks(blocks: Tensor, ids: Tensor) -> Tensor:
+    """Rows `ids` [T] of a packed weight, [T, K]: what a tied embedding reads."""
+    units = blocks.view(torch.int32).squeeze(-1)  # [N/64, K/P, 64]
+    return units[ids // BLOCK_ROWS, :, ids % BLOCK_ROWS].view(blocks.dtype)
+
+
+class LinearCpu:
+    """The C++ twin, and oneDNN for bf16. Without a library there is oneDNN alone."""
+
+    def __init__(self, library: ctypes.CDLL | None, threads: int) -> None:
+        self._threads = threads
+        self._has_onednn_bf16 = torch.backends.mkldnn.is_available() and bool(
+            torch.ops.mkldnn._is_mkldnn_bf16_supported()
+        )
+        self._library = library
+        if library is not None:
+            pointer, sizes = ctypes.c_void_p, [*[ctypes.c_int64] * 5, ctypes.c_int]
+            self._bf16, self._int8 = library.nanoinfer_linear_bf16, library.nanoinfer_linear_int8
+            self._bf16.argtypes = [ctypes.c_int, *[pointer] * 4, *sizes]
+            self._int8.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 7, *sizes]
+            self._bf16.restype = self._int8.restype = None
+
+    def pack(self, weight: Tensor, scales: Tensor | None) -> PackedWeight | None:
+        """Re-order a weight [N, K] of bf16, or of int8 with a scale [N] for each row.
+
+        None where nothing here is faster than the plain one.
+        """
+        if weight.dtype == torch.bfloat16 and self._has_onednn_bf16:
+            return self._pack_bf16(weight)
+        if weight.dtype == torch.int8 and self._library is not None and weight.shape[1] % 4 == 0:
+            assert scales is not None, "int8 weights have scales"
+            return self._pack_int8(weight, scales)
+        return None
+
+    def _pack_bf16(self, weight: Tensor) -> PackedWeight:
+        """oneDNN packs; its bytes serve our kernel too, if they lie as we think they do."""
+        N, K = weight.shape
+        opaque = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
+        blocks = None if self._library is None else _find_blocks(opaque, weight)
+
+        def multiply(x: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
+            if blocks is not None and (is_wide or len(x) <= _FEW_ROWS):
+                x, y = _prepare(x, torch.bfloat16, K, len(blocks), is_wide)
+                tensors = pointers(y, x, blocks, _padded(bias, y.shape[1]))
+                self._bf16(is_wide, *tensors, *_sizes(x, y), self._threads)
+                return y if y.shape[1] == N else y[:, :N]
+            y = torch.ops.mkldnn._linear_pointwise(x, opaque, bias, *_PLAIN)
+            return y.float() if is_wide else y
+
+        return PackedWeight(multiply, opaque.to_dense, blocks)
+
+    def _pack_int8(self, weight: Tensor, scales: Tensor) -> PackedWeight:
+        N, K = weight.shape
+        padded = F.pad(weight, (0, 0, 0, -N % BLOCK_ROWS))
+        blocks = padded.view(-1, BLOCK_ROWS, K // 4, 4).transpose(1, 2).contiguous()
+        excess = 128 * padded.sum(1, dtype=torch.int32)
+        all_scales = _padded(scales, len(padded))
+
+        def multiply(x: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
+            x, y = _prepare(x, x.dtype, K, len(blocks), is_wide)
+            scratch = torch.empty(len(x) * (K + 4), dtype=torch.uint8)
+            if bias is not None:
+                bias = _padded(bias.float(), y.shape[1])
+            tensors = pointers(y, x, blocks, bias, all_scales, excess, scratch)
+            flags = x.dtype == torch.bfloat16, y.dtype == torch.float32
+            self._int8(*flags, *tensors, *_sizes(x, y), self._threads)
+            return y if y.shape[1] == N else y[:, :N]
+
+        return PackedWeight(multiply, lambda: rows_of_blocks(blocks, torch.arange(N)), blocks)
+
+
+def _find_blocks(opaque: Tensor, weight: Tensor) -> Tensor | None:
+    """oneDNN's bytes as [N/64, K/2, 64, 2], or None where they are in another order."""
+    N, K = weight.shape
+    num_blocks, num_bytes = -(-N // BLOCK_ROWS), torch.ops.mkldnn._nbytes(opaque)
+    if K % (2 * _STEPS) != 0 or num_bytes != num_blocks * BLOCK_ROWS * K * 2:
+        return None
+    memory = (ctypes.c_uint8 * num_bytes).from_address(torch.ops.mkldnn.data_ptr(opaque))
+    blocks = torch.frombuffer(memory, dtype=weight.dtype).view(num_blocks, K // 2, BLOCK_ROWS, 2)
+    some = torch.arange(0, N, max(1, N // _NUM_PROBES))
+    return blocks if torch.equal(rows_of_blocks(blocks, some), weight[some]) else None
+
+
+def _prepare(
+    x: Tensor, dtype: torch.dtype, K: int, num_blocks: int, is_wide: bool
+) -> tuple[Tensor, Tensor]:
+    """x as the kernel takes it, and an empty y as wide as all blocks."""
+    if x.dtype != dtype or x.dtype not in (torch.bfloat16, torch.float32) or x.shape[1] != K:
+        raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}, need {dtype} [M, {K}]")
+    if x.stride(1) != 1:
+        x = x.contiguous()
+    y_dtype = torch.float32 if is_wide else x.dtype
+    return x, torch.empty((len(x), num_blocks * BLOCK_ROWS), dtype=y_dtype)
+
+
+def _sizes(x: Tensor, y: Tensor) -> tuple[int, int, int, int, int]:
+    return x.shape[0], y.shape[1], x.shape[1], x.stride(0), y.stride(0)
+
+
+def _padded(values: Tensor | None, N: int) -> Tensor | None:
+    return values if values is None or len(values) == N else F.pad(values, (0, N - len(values)))

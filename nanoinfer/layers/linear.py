@@ -10,9 +10,8 @@ which of the checkpoint's tensors goes where. At run time all are one matrix, of
     2 ranks, 4 query and 2 key-value heads: qkv_proj of rank 1 is   q2 q3 | k1 | v1
     Column: y is cut (concatenate the ranks')     Row: x is cut (add the ranks')
 
-On a CPU with bf16 instructions `pack` re-orders the weight once into oneDNN's blocked layout, which
-reads at 1.6 times the rate of the plain one for few rows, and serves any number of them. The plain
-copy is dropped: no weight is held twice.
+On a CPU `pack` re-orders the weight once into the blocks that its kernels read fastest, for any
+number of rows (kernels/linear.py). The plain copy is dropped: no weight is held twice.
 
 Source: Megatron-LM's column and row parallel layers; names are vLLM's. M rows, K inputs, N outputs.
 """
@@ -28,6 +27,8 @@ from nanoinfer.kernels.linear import (
     check_out,
     empty_rows,
     flatten_rows,
+    Pack,
+    PackedWeight,
     linear_ref,
     quantize_blocks_fp8,
     quantize_rows_int8,
@@ -42,7 +43,6 @@ from nanoinfer.layers.parameter import (
     load_whole,
 )
 
-_PLAIN: tuple = ("none", [], "")  # oneDNN: nothing fused behind the product
 _KINDS = {torch.int8: quantize_rows_int8, FP8: quantize_blocks_fp8}
 
 
@@ -59,7 +59,7 @@ class Linear(nn.Module):
         self.weight = empty_parameter(out_features, in_features, **factory)
         self.bias = empty_parameter(out_features, **factory) if bias else None
         self.scales: Tensor | None = None
-        self._packed: Tensor | None = None
+        self._packed: PackedWeight | None = None
 
     def load(self, name: str, part: str, tensor: Tensor) -> None:
         """Copy this rank's slice of checkpoint part `part` into parameter `name`.
@@ -86,11 +86,13 @@ class Linear(nn.Module):
                 f"{name}: got a weight in its final form, need the plain one; do it first"
             )
 
-    def pack(self) -> None:
-        """Re-order a bf16 weight for oneDNN; afterwards `weight` is empty."""
-        if self.weight.dtype == torch.bfloat16 and self._packed is None:
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight.data, 16)
-            self.weight.data = torch.empty(0, dtype=self.weight.dtype)
+    def pack(self, pack: Pack) -> PackedWeight | None:
+        """Re-order the weight, if `pack` has a better order; afterwards `weight` is empty."""
+        if self._packed is None:
+            self._packed = pack(self.weight.data, self.scales)
+            if self._packed is not None:
+                self.weight.data = torch.empty(0, dtype=self.weight.dtype)
+        return self._packed
 
     def forward(
         self, x: Tensor | Quantized, out: Tensor | None = None, out_acc: Tensor | None = None
@@ -104,11 +106,17 @@ class Linear(nn.Module):
         is_simple = out is None and out_acc is None and is_whole
         # With leading dimensions that are no view of rows, F.linear rounds, then adds the bias.
         if is_simple and isinstance(x, Tensor) and (x.dim() == 2 or x.is_contiguous()):
-            if self._packed is not None:
-                return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, *_PLAIN)
-            if self.scales is None:
+            if self._packed is not None and x.dim() == 2:
+                return self._packed.multiply(x, self.bias, False)
+            if self._packed is None and self.scales is None:
                 return F.linear(x, self.weight, self.bias)
         return self._multiply_into(x, out, out_acc)
+
+    def wide(self, x: Tensor) -> Tensor:
+        """x [M, K] -> [M, N] in fp32: the sums as they are, where the body hands them out."""
+        if self._packed is not None:
+            return self._packed.multiply(x, self.bias, True)
+        return self(x).float()
 
     def _multiply_into(
         self, x: Tensor | Quantized, out: Tensor | None, out_acc: Tensor | None
@@ -127,14 +135,14 @@ class Linear(nn.Module):
         target = flatten_rows("out" if out_acc is None else "out_acc", given)
         if isinstance(x, Tensor):
             x = x.reshape(-1, self.in_features)
-        if self._packed is None or isinstance(x, Quantized):
-            weight = self.weight if self._packed is None else self._packed.to_dense()
-            linear_ref(x, weight, self.scales, self.bias, target, out_acc is not None)
-        elif out_acc is None:
-            target.copy_(torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, *_PLAIN))
+        packed, is_accumulating = self._packed, out_acc is not None
+        if packed is None or isinstance(x, Quantized) or (is_accumulating and packed.blocks is None):
+            weight = self.weight if packed is None else packed.plain()
+            linear_ref(x, weight, self.scales, self.bias, target, is_accumulating)
+        elif is_accumulating:
+            target.copy_(packed.multiply(x, self.bias, True).add_(target))
         else:
-            binary = torch.ops.mkldnn._linear_pointwise.binary
-            target.copy_(binary(x, target.contiguous(), self._packed, self.bias, "add"))
+            target.copy_(packed.multiply(x, self.bias, False))
         return given
 
 

@@ -16,10 +16,12 @@ T tokens, H query heads, KV key-value heads, D head dim, E hidden, V vocabulary,
 
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels
+from nanoinfer.kernels.linear import Pack, PackedWeight
 from nanoinfer.kernels.norm_rope_store import HeadNorms
 from nanoinfer.layers.activation import MLP
 from nanoinfer.layers.attention import Attention, KVCache, KVCacheSpec
@@ -113,6 +115,25 @@ class CausalLM(nn.Module):
     def tie_weights(self) -> None:
         self.lm_head.weight = self.model.embed_tokens.weight
 
+    def finish_weights(self, quantization: torch.dtype | None, pack: Pack) -> None:
+        """Bring all linear weights into their final form, one after the other.
+
+        A tied head that is quantised becomes a matrix of its own, and the embedding stays as it
+        is. One that is packed stays one matrix, from whose blocks the embedding is read.
+        """
+        embedding, head = self.model.embed_tokens, self.lm_head
+        is_tied = head.weight is embedding.weight
+        if is_tied:
+            head.weight = nn.Parameter(embedding.weight.data, requires_grad=False)
+        for module in self.modules():
+            if isinstance(module, Linear):
+                if quantization is not None:
+                    module.quantize(quantization)
+                if module is not head or not is_tied or quantization is not None:
+                    module.pack(pack)
+                elif (packed := module.pack(_if_readable(pack))) is not None:
+                    embedding.read_from(packed.blocks)
+
     def cache_specs(self) -> list[KVCacheSpec]:
         """What each layer caches; the runner allocates it."""
         return [self._cache_spec] * len(self.model.layers)
@@ -122,4 +143,14 @@ class CausalLM(nn.Module):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> [R, V] in fp32: sampling compares small differences."""
-        return self.lm_head(hidden).float()
+        return self.lm_head.wide(hidden)
+
+
+def _if_readable(pack: Pack) -> Pack:
+    """Pack only into an order that an embedding can read."""
+
+    def pack_or_not(weight: Tensor, scales: Tensor | None) -> PackedWeight | None:
+        packed = pack(weight, scales)
+        return None if packed is None or packed.blocks is None else packed
+
+    return pack_or_not

@@ -1,0 +1,174 @@
+// y = x W^T + b for a weight that lies in blocks, on a CPU: the twin of linear_ref.
+//
+// In:  x [M, K] rows; W in blocks of 64 of its N rows; for int8 a scale for each of them.
+// Out: y [M, N], bf16 or fp32, summed in fp32 (bf16) or int32 (int8), rounded once.
+// Invariant: the bits of a row of y depend on its own x only, not on M or the number of threads.
+//
+// Few rows read W as fast as memory delivers it. For that the order in memory is the order of use:
+//
+//     W [N, K]  ->  blocks [N / 64][K / P][64][P],   P values of a row fill 32 bits: 2 bf16, 4 int8
+//
+//     a step, 256 bytes:   n0: k0 k1 | n1: k0 k1 | ... | n63: k0 k1
+//
+// One vector of a step times the same P values of x in every lane adds P products to each of its
+// lanes, in one instruction where the CPU has it (vdpbf16ps, vpdpbusd). A tile keeps R rows x C
+// vectors of sums in registers, so that a vector of W serves R rows and a value of x serves C
+// vectors; more rows are more tiles, which find the block in cache.
+//
+// int8: each row of x is quantised first (quantize_rows_int8). Its values are stored + 128, since
+// the instruction wants one unsigned side; `excess`, 128 times the sum of a row of W, is subtracted.
+#include <algorithm>
+#include <cmath>
+#include <memory>
+
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 64;             // rows of W
+constexpr int64_t HALF = BLOCK / 2;       // what threads share out
+constexpr int64_t CHUNK = 256;            // steps at a time: as much of a block as the cache holds
+constexpr int64_t PANEL = 512;            // rows of x at a time: as many as the cache holds
+constexpr int R_MAX = BYTES == 64 ? 6 : 4;
+constexpr int C_MAX = BYTES == 32 ? 2 : 4;
+typedef int32_t vi __attribute__((vector_size(BYTES)));
+
+vf multiply_add(vf acc, vu w, uint32_t x) {  // two bf16
+#if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
+#else
+  const uint32_t halves[2] = {x << 16, x & 0xffff0000u};
+  return acc + (vf)(w << 16) * read<float>(halves) + (vf)(w & 0xffff0000u) * read<float>(halves + 1);
+#endif
+}
+
+vi multiply_add(vi acc, vu w, uint32_t x) {  // four int8 of W, four of x + 128
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(x), (__m512i)w);
+#else
+  for (int i = 0; i < 4; i++) acc += ((vi)(w << (24 - 8 * i)) >> 24) * int32_t(x >> (8 * i) & 255);
+  return acc;
+#endif
+}
+
+// sums [R][BLOCK] += R rows of x (rows apart by `stride` bytes) times C vectors of n steps.
+template <int R, int C, class V, class S>
+void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums) {
+  V acc[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = read<V>(sums + r * BLOCK + c * W);
+  for (int64_t k = 0; k < n; k++) {
+    vu weights[C];
+    for (int c = 0; c < C; c++) weights[c] = read<vu>(w + k * BLOCK + c * W);
+    for (int r = 0; r < R; r++) {
+      const uint32_t values = read<uint32_t>(x + r * stride + 4 * k);
+      for (int c = 0; c < C; c++) acc[r][c] = multiply_add(acc[r][c], weights[c], values);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) std::memcpy(sums + r * BLOCK + c * W, &acc[r][c], BYTES);
+}
+
+template <int R = R_MAX, class F> void with_rows(int rows, F f) {
+  if (rows == R) return f(std::integral_constant<int, R>{});
+  if constexpr (R > 1) with_rows<R - 1>(rows, f);
+}
+
+struct Shape { int64_t M, N, K, stride; };  // stride: between rows of x, in bytes
+
+// sums [M][BLOCK] of `columns` rows of W from row n on; P values are a step of a row.
+template <class V, class S>
+void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t P, int64_t n,
+              int64_t columns, S* sums) {
+  const int64_t steps = s.K / P, tiles = (s.M + R_MAX - 1) / R_MAX;
+  const uint32_t* w = blocks + n / BLOCK * steps * BLOCK + n % BLOCK;
+  std::fill(sums, sums + s.M * BLOCK, S(0));
+  for (int64_t k = 0; k < steps; k += CHUNK) {
+    const int64_t count = std::min(CHUNK, steps - k);
+    for (int64_t t = 0; t < tiles; t++) {  // of nearly equal height
+      const int64_t m = t * s.M / tiles, rows = (t + 1) * s.M / tiles - m;
+      with_rows(rows, [&](auto height) {
+        for (int64_t c = 0; c < columns; c += C_MAX * W)
+          if (columns - c >= C_MAX * W)
+            tile<height, C_MAX, V>(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count,
+                                   sums + m * BLOCK + c);
+          else
+            tile<height, HALF / W, V>(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count,
+                                      sums + m * BLOCK + c);
+      });
+    }
+  }
+}
+
+// f(m, n, count, sums): y[m][n .. n + count], for all m and n. Threads share N out equally.
+template <class V, class S, class F>
+void for_each_row(const char* x, const Shape& s, const void* blocks, int64_t P, int threads, F f) {
+  const int64_t halves = s.N / HALF;
+#pragma omp parallel for num_threads(threads)
+  for (int64_t thread = 0; thread < threads; thread++) {
+    const std::unique_ptr<S[]> sums(new S[std::min(s.M, PANEL) * BLOCK]);
+    for (int64_t first = 0; first < s.M; first += PANEL) {
+      const Shape panel{std::min(PANEL, s.M - first), s.N, s.K, s.stride};
+      const int64_t end = halves * (thread + 1) / threads;
+      for (int64_t i = halves * thread / threads, count; i < end; i += count) {
+        count = i % 2 == 0 && i + 1 < end ? 2 : 1;
+        multiply<V>(x + first * s.stride, panel, (const uint32_t*)blocks, P, i * HALF,
+                    count * HALF, sums.get());
+        for (int64_t m = 0; m < panel.M; m++)
+          f(first + m, i * HALF, count * HALF, sums.get() + m * BLOCK);
+      }
+    }
+  }
+}
+
+template <class T> void quantize_row(const T* x, int64_t K, uint8_t* values, float* factor) {
+  float largest = 0;
+  for (int64_t k = 0; k < K; k++) largest = std::max(largest, std::abs(widen(x[k])));
+  *factor = std::max(largest, 1e-4f) / 127;
+  for (int64_t k = 0; k < K; k++) values[k] = int(std::nearbyint(widen(x[k]) / *factor)) + 128;
+}
+
+}  // namespace
+
+// Rows of x and y are `x_stride` and `y_stride` values apart.
+extern "C" void nanoinfer_linear_bf16(int is_fp32_out, void* out, const void* x, const void* blocks,
+                                      const bf16* bias, int64_t M, int64_t N, int64_t K,
+                                      int64_t x_stride, int64_t y_stride, int threads) {
+  const Shape shape{M, N, K, x_stride * 2};
+  const auto run = [&](auto* y) {
+    for_each_row<vf, float>((const char*)x, shape, blocks, 2, threads,
+                            [&](int64_t m, int64_t n, int64_t count, const float* sums) {
+                              auto* row = y + m * y_stride + n;
+                              for (int64_t i = 0; i < count; i++)
+                                narrow(sums[i] + (bias ? widen(bias[n + i]) : 0), row + i);
+                            });
+  };
+  is_fp32_out ? run((float*)out) : run((bf16*)out);
+}
+
+// scratch: M floats and M rows of K bytes.
+extern "C" void nanoinfer_linear_int8(int is_bf16, int is_fp32_out, void* out, const void* x,
+                                      const void* blocks, const float* bias, const float* scales,
+                                      const int32_t* excess, void* scratch, int64_t M, int64_t N,
+                                      int64_t K, int64_t x_stride, int64_t y_stride, int threads) {
+  float* factors = (float*)scratch;
+  uint8_t* values = (uint8_t*)(factors + M);
+#pragma omp parallel for num_threads(threads) if (M > 1)
+  for (int64_t m = 0; m < M; m++)
+    if (is_bf16)
+      quantize_row((const bf16*)x + m * x_stride, K, values + m * K, factors + m);
+    else
+      quantize_row((const float*)x + m * x_stride, K, values + m * K, factors + m);
+  const auto run = [&](auto* y) {
+    for_each_row<vi, int32_t>(
+        (const char*)values, {M, N, K, K}, blocks, 4, threads,
+        [&](int64_t m, int64_t n, int64_t count, const int32_t* sums) {
+          auto* row = y + m * y_stride + n;
+          for (int64_t i = 0; i < count; i++) {
+            const float sum = sums[i] - excess[n + i];
+            narrow(sum * factors[m] * scales[n + i] + (bias ? bias[n + i] : 0), row + i);
+          }
+        });
+  };
+  is_fp32_out ? run((float*)out) : run((bf16*)out);
+}
