@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.build import KernelBuildError, load_library, num_threads
-from nanoinfer.kernels.gumbel import draw_wide_ref, make_draw_wide_cpu
+from nanoinfer.kernels.draw import draw_ref, make_draw_cpu
 from nanoinfer.kernels.linear import LinearCpu, Pack, pack_never
 from nanoinfer.kernels.norm_rope_store import (
     make_norm_rope_store,
@@ -53,7 +53,7 @@ class Kernels(NamedTuple):
     store_kv: Callable[..., None] = store_kv_ref
     norm_rope_store: Callable[..., Tensor] = norm_rope_store_ref
     paged_attention: Callable[..., Tensor] = paged_attention_ref
-    draw_wide: Callable[..., Tensor] = draw_wide_ref
+    draw: Callable[..., Tensor] = draw_ref
 
 
 # What torch.compile fuses: elementwise, with at most a sum over a row.
@@ -111,5 +111,5 @@ def _cpu_kernels() -> Kernels:
         store_kv=make_store_kv_cpu(library, threads),
         norm_rope_store=make_norm_rope_store_cpu(library, threads),
         paged_attention=make_paged_attention_cpu(library, threads),
-        draw_wide=make_draw_wide_cpu(library),
+        draw=make_draw_cpu(library, threads),
     )

@@ -2,20 +2,18 @@
 
     h = 24 bits of mix(row key ^ mix(id)),   u = (h + 1/2) / 2^24,   g = -log(-log u)
 
-and one op, `draw_wide`: of all ids with score >= threshold, the one with the largest score + g,
-where it is known that `best` has been reached already and that no score is above 0. Then g must be
-at least `best`, which few hashes reach: only for those is a logarithm taken.
+and `draw_wide`, the argmax of score + g over all ids with score >= threshold, where it is known that
+`best` has been reached already and that no score is above 0. Then g must be at least `best`, which
+few hashes reach: only for those is a logarithm taken.
 
 A hash instead of a generator has no state, so a draw depends on nothing but its own row. Gumbel
-noise is bounded here (|g| <= 17.4, since u is at most 1 - 2^-25); sampler.py builds on that.
+noise is bounded here (|g| <= 17.4, since u is at most 1 - 2^-25); draw.py builds on that.
 
 Source: Gumbel-max trick (Gumbel, 1954; Maddison et al., 2014); the mix is murmur3's finaliser.
 R rows, V vocabulary.
 """
 
-import ctypes
 import math
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -23,35 +21,13 @@ from torch import Tensor
 BITS = 24
 MAX_NOISE = -math.log(-math.log1p(-(2.0 ** -(BITS + 1))))
 
-DrawWide = Callable[[Tensor, Tensor, Tensor, float], Tensor]
 
-
-def draw_wide_ref(scores: Tensor, key: Tensor, threshold: Tensor, best: float) -> Tensor:
+def draw_wide(scores: Tensor, key: Tensor, threshold: Tensor, best: float) -> Tensor:
     """scores [V] fp32, at most 0; key: the row's, int32; threshold: fp32 -> the id, int64."""
     hashes = hash_ids(key, torch.arange(scores.numel(), dtype=torch.int32, device=scores.device))
     ids = (hashes >= smallest_hash(best)).nonzero().flatten()
     ids = ids[scores[ids] >= threshold]
     return ids[(scores[ids] + gumbel(hashes[ids])).argmax()]
-
-
-def make_draw_wide_cpu(library: ctypes.CDLL) -> DrawWide:
-    """Bind the C++ twin."""
-    kernel = library.nanoinfer_draw_wide
-    kernel.argtypes = [ctypes.c_void_p, ctypes.c_int64, ctypes.c_uint32, ctypes.c_uint32]
-    kernel.argtypes += [ctypes.c_float]
-    kernel.restype = ctypes.c_int64
-
-    def draw_wide_cpu(scores: Tensor, key: Tensor, threshold: Tensor, best: float) -> Tensor:
-        if scores.dtype != torch.float32 or scores.dim() != 1 or scores.stride(0) != 1:
-            raise ValueError(
-                f"scores: got {scores.dtype} {tuple(scores.shape)}, strides {scores.stride()}, "
-                "need one contiguous row of float32; try logits.float()"
-            )
-        row_key, least = int(key) & 0xFFFFFFFF, max(smallest_hash(best), 0)
-        found = kernel(scores.data_ptr(), scores.numel(), row_key, least, float(threshold))
-        return torch.tensor(found)
-
-    return draw_wide_cpu
 
 
 def smallest_hash(noise: float) -> int:

@@ -24,11 +24,11 @@ from torch import Tensor, nn
 
 from nanoinfer.kernels.linear import (
     ROW_BYTES,
+    Pack,
+    PackedWeight,
     check_out,
     empty_rows,
     flatten_rows,
-    Pack,
-    PackedWeight,
     linear_ref,
     quantize_blocks_fp8,
     quantize_rows_int8,
@@ -136,7 +136,11 @@ class Linear(nn.Module):
         if isinstance(x, Tensor):
             x = x.reshape(-1, self.in_features)
         packed, is_accumulating = self._packed, out_acc is not None
-        if packed is None or isinstance(x, Quantized) or (is_accumulating and packed.blocks is None):
+        if (
+            packed is None
+            or isinstance(x, Quantized)
+            or (is_accumulating and packed.blocks is None)
+        ):
             weight = self.weight if packed is None else packed.plain()
             linear_ref(x, weight, self.scales, self.bias, target, is_accumulating)
         elif is_accumulating:
