@@ -69,17 +69,19 @@ float largest(const float* row, int64_t V) {
 // The `count` largest scores that are >= least, and what ties with the last of them.
 Pool top_of(const float* row, int64_t V, size_t count, float least) {
   Pool pool;
+  size_t full = 0;
   const auto cut = [&] {
     std::nth_element(pool.begin(), pool.begin() + count - 1, pool.end(), std::greater<>());
     least = pool[count - 1];
     pool.erase(std::remove_if(pool.begin(), pool.end(), [&](float x) { return x < least; }),
                pool.end());
+    full = 2 * pool.size() + 4096;  // of the size now: ties may be more than `count`
   };
   for_each_vector(row, V, [&](vf x, int64_t) {
     if (!any((vi)(x >= least))) return;
     for (int i = 0; i < W; i++)
       if (x[i] >= least && x[i] > -INFINITY) pool.push_back(x[i]);
-    if (pool.size() >= 2 * count + 4096) cut();
+    if (pool.size() >= std::max(full, 2 * count + 4096)) cut();
   });
   if (pool.size() > count) cut();
   return pool;
@@ -124,7 +126,7 @@ float search(Pool pool, double target) {
 float search_row(const float* row, int64_t V, double share, float least) {
   double masses[RANGES] = {};
   const auto range_of = [](vf x) {
-    return __builtin_convertvector((x < LOWEST ? vf{} + LOWEST : x) * -PER_UNIT, vi);
+    return __builtin_convertvector((x > LOWEST ? x : vf{} + LOWEST) * -PER_UNIT, vi);  // NaN, too
   };
   for_each_vector(row, V, [&](vf x, int64_t) {
     const vf mass = x >= least ? exp_of_negative(x) : vf{};
@@ -196,7 +198,7 @@ extern "C" void nanoinfer_draw(float* logits, int64_t R, int64_t V, int64_t stri
     float* row = logits + r * stride;
     const float top = largest(row, V), temperature = temperatures[r];
     if (temperature == 0) {
-      ids[r] = std::find(row, row + V, top) - row;
+      ids[r] = (std::find(row, row + V, top) - row) % V;  // 0 where all are NaN
       continue;
     }
     for (int64_t i = 0; i < V; i++) row[i] = (row[i] - top) / temperature;

@@ -152,7 +152,9 @@ def _top_p_threshold(scores: Tensor, values: Tensor, threshold: Tensor, top_p: f
             pool, target = pool[~is_upper], target - mass
     pool = pool.sort(descending=True).values
     found = _reach(pool, target)
-    return pool[-1] if found is None else found  # None: top_p within rounding of 1
+    if found is not None:
+        return found
+    return pool[-1] if len(pool) else threshold  # top_p within rounding of 1; a row of NaN
 
 
 def _reach(descending: Tensor, target: Tensor) -> Tensor | None:

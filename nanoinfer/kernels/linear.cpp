@@ -33,26 +33,19 @@ constexpr int R_MAX = BYTES == 64 ? 6 : 4;
 constexpr int C_MAX = BYTES == 32 ? 2 : 4;
 typedef int32_t vi __attribute__((vector_size(BYTES)));
 
-vf multiply_add(vf acc, vu w, uint32_t x) {  // two bf16
-#if defined(__AVX512BF16__)
-  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)w, (__m512bh)_mm512_set1_epi32(x));
-#else
-  const uint32_t halves[2] = {x << 16, x & 0xffff0000u};
-  return acc + (vf)(w << 16) * read<float>(halves) + (vf)(w & 0xffff0000u) * read<float>(halves + 1);
-#endif
-}
-
-vi multiply_add(vi acc, vu w, uint32_t x) {  // four int8 of W, four of x + 128
+// Four int8 of W, four of x + 128.
+vi multiply_add(int8_t, vi acc, vu w, vu x) {
 #if defined(__AVX512VNNI__)
-  return (vi)_mm512_dpbusd_epi32((__m512i)acc, _mm512_set1_epi32(x), (__m512i)w);
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
 #else
-  for (int i = 0; i < 4; i++) acc += ((vi)(w << (24 - 8 * i)) >> 24) * int32_t(x >> (8 * i) & 255);
+  for (int i = 0; i < 4; i++)
+    acc += ((vi)(w << (24 - 8 * i)) >> 24) * (vi)(x >> (8 * i) & 255);
   return acc;
 #endif
 }
 
 // sums [R][BLOCK] += R rows of x (rows apart by `stride` bytes) times C vectors of n steps.
-template <int R, int C, class V, class S>
+template <int R, int C, class T, class V, class S>
 void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums) {
   V acc[R][C];
   for (int r = 0; r < R; r++)
@@ -61,39 +54,34 @@ void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums) 
     vu weights[C];
     for (int c = 0; c < C; c++) weights[c] = read<vu>(w + k * BLOCK + c * W);
     for (int r = 0; r < R; r++) {
-      const uint32_t values = read<uint32_t>(x + r * stride + 4 * k);
-      for (int c = 0; c < C; c++) acc[r][c] = multiply_add(acc[r][c], weights[c], values);
+      const vu values = vu{} + read<uint32_t>(x + r * stride + 4 * k);
+      for (int c = 0; c < C; c++) acc[r][c] = multiply_add(T(), acc[r][c], weights[c], values);
     }
   }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) std::memcpy(sums + r * BLOCK + c * W, &acc[r][c], BYTES);
 }
 
-template <int R = R_MAX, class F> void with_rows(int rows, F f) {
-  if (rows == R) return f(std::integral_constant<int, R>{});
-  if constexpr (R > 1) with_rows<R - 1>(rows, f);
-}
-
 struct Shape { int64_t M, N, K, stride; };  // stride: between rows of x, in bytes
 
-// sums [M][BLOCK] of `columns` rows of W from row n on; P values are a step of a row.
-template <class V, class S>
-void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t P, int64_t n,
-              int64_t columns, S* sums) {
-  const int64_t steps = s.K / P, tiles = (s.M + R_MAX - 1) / R_MAX;
+// sums [M][BLOCK] of `columns` rows of W, which is of T, from row n on.
+template <class T, class V, class S>
+void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t n, int64_t columns,
+              S* sums) {
+  const int64_t steps = s.K * sizeof(T) / 4, tiles = (s.M + R_MAX - 1) / R_MAX;
   const uint32_t* w = blocks + n / BLOCK * steps * BLOCK + n % BLOCK;
   std::fill(sums, sums + s.M * BLOCK, S(0));
   for (int64_t k = 0; k < steps; k += CHUNK) {
     const int64_t count = std::min(CHUNK, steps - k);
     for (int64_t t = 0; t < tiles; t++) {  // of nearly equal height
       const int64_t m = t * s.M / tiles, rows = (t + 1) * s.M / tiles - m;
-      with_rows(rows, [&](auto height) {
+      with_constant<R_MAX>(rows, [&](auto height) {
         for (int64_t c = 0; c < columns; c += C_MAX * W)
           if (columns - c >= C_MAX * W)
-            tile<height, C_MAX, V>(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count,
+            tile<height, C_MAX, T, V>(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count,
                                    sums + m * BLOCK + c);
           else
-            tile<height, HALF / W, V>(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count,
+            tile<height, HALF / W, T, V>(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count,
                                       sums + m * BLOCK + c);
       });
     }
@@ -101,9 +89,9 @@ void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t P, 
 }
 
 // f(m, n, count, sums): y[m][n .. n + count], for all m and n. Threads share N out equally.
-template <class V, class S, class F>
-void for_each_row(const char* x, const Shape& s, const void* blocks, int64_t P, int threads, F f) {
-  const int64_t halves = s.N / HALF;
+template <class T, class V, class S, class F>
+void for_each_row(const char* x, const Shape& s, const void* blocks, int threads, F f) {
+  const int64_t halves = (s.N + HALF - 1) / HALF;  // the last may stand out
 #pragma omp parallel for num_threads(threads)
   for (int64_t thread = 0; thread < threads; thread++) {
     const std::unique_ptr<S[]> sums(new S[std::min(s.M, PANEL) * BLOCK]);
@@ -112,10 +100,10 @@ void for_each_row(const char* x, const Shape& s, const void* blocks, int64_t P, 
       const int64_t end = halves * (thread + 1) / threads;
       for (int64_t i = halves * thread / threads, count; i < end; i += count) {
         count = i % 2 == 0 && i + 1 < end ? 2 : 1;
-        multiply<V>(x + first * s.stride, panel, (const uint32_t*)blocks, P, i * HALF,
-                    count * HALF, sums.get());
+        multiply<T, V>(x + first * s.stride, panel, (const uint32_t*)blocks, i * HALF,
+                       count * HALF, sums.get());
         for (int64_t m = 0; m < panel.M; m++)
-          f(first + m, i * HALF, count * HALF, sums.get() + m * BLOCK);
+          f(first + m, i * HALF, std::min(count * HALF, s.N - i * HALF), sums.get() + m * BLOCK);
       }
     }
   }
@@ -123,8 +111,12 @@ void for_each_row(const char* x, const Shape& s, const void* blocks, int64_t P, 
 
 template <class T> void quantize_row(const T* x, int64_t K, uint8_t* values, float* factor) {
   float largest = 0;
-  for (int64_t k = 0; k < K; k++) largest = std::max(largest, std::abs(widen(x[k])));
-  *factor = std::max(largest, 1e-4f) / 127;
+  bool has_nan = false;  // then the row of y is NaN
+  for (int64_t k = 0; k < K; k++) {
+    const float size = std::abs(widen(x[k]));
+    largest = std::max(largest, size), has_nan |= size != size;
+  }
+  *factor = has_nan ? NAN : std::max(largest, 1e-4f) / 127;
   for (int64_t k = 0; k < K; k++) values[k] = int(std::nearbyint(widen(x[k]) / *factor)) + 128;
 }
 
@@ -136,7 +128,7 @@ extern "C" void nanoinfer_linear_bf16(int is_fp32_out, void* out, const void* x,
                                       int64_t x_stride, int64_t y_stride, int threads) {
   const Shape shape{M, N, K, x_stride * 2};
   const auto run = [&](auto* y) {
-    for_each_row<vf, float>((const char*)x, shape, blocks, 2, threads,
+    for_each_row<bf16, vf, float>((const char*)x, shape, blocks, threads,
                             [&](int64_t m, int64_t n, int64_t count, const float* sums) {
                               auto* row = y + m * y_stride + n;
                               for (int64_t i = 0; i < count; i++)
@@ -160,8 +152,8 @@ extern "C" void nanoinfer_linear_int8(int is_bf16, int is_fp32_out, void* out, c
     else
       quantize_row((const float*)x + m * x_stride, K, values + m * K, factors + m);
   const auto run = [&](auto* y) {
-    for_each_row<vi, int32_t>(
-        (const char*)values, {M, N, K, K}, blocks, 4, threads,
+    for_each_row<int8_t, vi, int32_t>(
+        (const char*)values, {M, N, K, K}, blocks, threads,
         [&](int64_t m, int64_t n, int64_t count, const int32_t* sums) {
           auto* row = y + m * y_stride + n;
           for (int64_t i = 0; i < count; i++) {

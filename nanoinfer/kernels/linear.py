@@ -209,10 +209,9 @@ class LinearCpu:
 
         def multiply(x: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
             if blocks is not None and (is_wide or len(x) <= _FEW_ROWS):
-                x, y = _prepare(x, torch.bfloat16, K, len(blocks), is_wide)
-                tensors = pointers(y, x, blocks, _padded(bias, y.shape[1]))
-                self._bf16(is_wide, *tensors, *_sizes(x, y), self._threads)
-                return y if y.shape[1] == N else y[:, :N]
+                x, y = _prepare(x, torch.bfloat16, N, K, is_wide)
+                self._bf16(is_wide, *pointers(y, x, blocks, bias), *_sizes(x, y), self._threads)
+                return y
             y = torch.ops.mkldnn._linear_pointwise(x, opaque, bias, *_PLAIN)
             return y.float() if is_wide else y
 
@@ -223,17 +222,15 @@ class LinearCpu:
         padded = F.pad(weight, (0, 0, 0, -N % BLOCK_ROWS))
         blocks = padded.view(-1, BLOCK_ROWS, K // 4, 4).transpose(1, 2).contiguous()
         excess = 128 * padded.sum(1, dtype=torch.int32)
-        all_scales = _padded(scales, len(padded))
 
         def multiply(x: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
-            x, y = _prepare(x, x.dtype, K, len(blocks), is_wide)
+            x, y = _prepare(x, x.dtype, N, K, is_wide)
             scratch = torch.empty(len(x) * (K + 4), dtype=torch.uint8)
-            if bias is not None:
-                bias = _padded(bias.float(), y.shape[1])
-            tensors = pointers(y, x, blocks, bias, all_scales, excess, scratch)
+            bias = bias if bias is None else bias.float()
+            tensors = pointers(y, x, blocks, bias, scales, excess, scratch)
             flags = x.dtype == torch.bfloat16, y.dtype == torch.float32
             self._int8(*flags, *tensors, *_sizes(x, y), self._threads)
-            return y if y.shape[1] == N else y[:, :N]
+            return y
 
         return PackedWeight(multiply, lambda: rows_of_blocks(blocks, torch.arange(N)), blocks)
 
@@ -246,25 +243,22 @@ def _find_blocks(opaque: Tensor, weight: Tensor) -> Tensor | None:
         return None
     memory = (ctypes.c_uint8 * num_bytes).from_address(torch.ops.mkldnn.data_ptr(opaque))
     blocks = torch.frombuffer(memory, dtype=weight.dtype).view(num_blocks, K // 2, BLOCK_ROWS, 2)
-    some = torch.arange(0, N, max(1, N // _NUM_PROBES))
+    some = torch.arange(0, N, N // _NUM_PROBES | 1)  # odd: at every place within a block
     return blocks if torch.equal(rows_of_blocks(blocks, some), weight[some]) else None
 
 
 def _prepare(
-    x: Tensor, dtype: torch.dtype, K: int, num_blocks: int, is_wide: bool
+    x: Tensor, dtype: torch.dtype, N: int, K: int, is_wide: bool
 ) -> tuple[Tensor, Tensor]:
-    """x as the kernel takes it, and an empty y as wide as all blocks."""
+    """x as the kernel takes it, and an empty y."""
     if x.dtype != dtype or x.dtype not in (torch.bfloat16, torch.float32) or x.shape[1] != K:
         raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}, need {dtype} [M, {K}]")
     if x.stride(1) != 1:
         x = x.contiguous()
     y_dtype = torch.float32 if is_wide else x.dtype
-    return x, torch.empty((len(x), num_blocks * BLOCK_ROWS), dtype=y_dtype)
+    return x, torch.empty((len(x), N), dtype=y_dtype)
 
 
 def _sizes(x: Tensor, y: Tensor) -> tuple[int, int, int, int, int]:
     return x.shape[0], y.shape[1], x.shape[1], x.stride(0), y.stride(0)
 
-
-def _padded(values: Tensor | None, N: int) -> Tensor | None:
-    return values if values is None or len(values) == N else F.pad(values, (0, N - len(values)))

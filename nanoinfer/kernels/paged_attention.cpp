@@ -4,7 +4,7 @@
 // Invariant: the arithmetic of a row depends on its own sequence only, never on its neighbours in
 // the batch nor on the number of threads: tiles and splits are cut by fixed sizes.
 //
-// The work is cut into items: (sequence, kv head, up to ROWS query rows, a range of keys). A row is
+// The work is cut into items: (sequence, kv heads, up to ROWS query rows, a range of keys). A row is
 // a (token, query head) pair; all query heads of one kv head are folded into the rows, so that a
 // key is read once for all of them. An item walks over its keys, KEYS at a time:
 //
@@ -12,10 +12,14 @@
 //     p[key][row] = 2^(s - max so far)         online softmax, as in FlashAttention
 //     o[row]      = o[row] * decay + sum over keys of p[key][row] * v[key]
 //
-// With many rows, a tile of keys is widened to fp32 once and used for all of them; the lanes of a
-// vector are rows (the queries are transposed once, the keys never), so that neither scores nor
-// softmax have a horizontal step. With few rows, as in decoding, bandwidth is what counts: keys and
-// values go straight from the cache into registers, and the lanes are head dimensions, then keys.
+// Everything is multiplied in units of 32 bits (simd.h): for bf16, two dimensions of a head, or two
+// keys of a value, which halves the work where the CPU multiplies pairs. p is rounded to the type of
+// the values, as in FlashAttention; the sum that it is divided by is not.
+//
+// With many rows the lanes of a vector are rows (queries are transposed once, keys never), so that
+// neither scores nor softmax have a horizontal step. With few, as in decoding, bandwidth counts: an
+// item takes all heads of its keys, since they lie side by side; lanes are head dimensions, then
+// keys.
 //
 // Shapes: T tokens, S sequences, H query heads, KV kv heads, G = H / KV, D head dim (width: D
 // rounded up to whole vectors), M blocks in a row of the table, B tokens in a block.
@@ -40,40 +44,52 @@ namespace {
 constexpr int ROWS = 64, KEYS = 64;  // a tile of scores
 constexpr int SPLIT = 256;           // keys of an item, if one tile holds all rows of its sequence
 constexpr int STREAM_ROWS = 4;       // up to here keys are not worth widening
-constexpr int STREAM_KEYS = 16;      // keys prefetched at a time: a CPU tracks only so many misses
+constexpr int AHEAD = 4;             // keys that are prefetched: pages lie anywhere
+constexpr float LOG2E = 1.44269504f;
 
-// How scores lie: in a tile a vector holds rows, for few rows it holds keys.
-struct Tile { static constexpr int64_t row_step = 1, key_step = ROWS; };
-struct Stream { static constexpr int64_t row_step = KEYS, key_step = 1; };
+template <class T> constexpr int P = 4 / sizeof(T);  // values of a unit
+typedef uint32_t unit;
 
-// s of R rows: q is [row][width], keys come from the cache.
-template <int R, class T>
-void stream_scores(const float* q, const T* const* k, int n, int64_t width, float* s) {
-  for (int key = 0; key < n; key++) {
-    vf acc[R] = {};
-    for (int64_t d = 0; d < width; d += W) {
-      const vf x = load(k[key] + d);
-      for (int r = 0; r < R; r++) acc[r] += x * load(q + r * width + d);
-    }
-    for (int r = 0; r < R; r++) s[r * KEYS + key] = sum(acc[r]);
+vu broadcast(const void* p) { return vu{} + read<unit>((const char*)p); }
+
+// Products of R queries [row][D] and a key; lanes are dimensions. sums: a vector for each row, apart
+// by W of them.
+template <int R, class T> void stream_products(const T* q, const T* k, int64_t D, vf* sums) {
+  vf acc[R] = {};
+  for (int64_t d = 0; d < D; d += W * P<T>) {
+    const vu x = read<vu>(k + d);
+    for (int r = 0; r < R; r++) acc[r] = multiply_add(T(), acc[r], x, read<vu>(q + r * D + d));
   }
+  for (int r = 0; r < R; r++) sums[r * W] = acc[r];
 }
 
-// s of C vectors of rows: q is [dim][ROWS], k is [key][width].
-template <int C> void tile_scores(const float* q, const float* k, int n, int64_t width, float* s) {
+// s of C vectors of rows: q is [D / P][ROWS] units. N keys at a time, up to KEYS.
+template <int C, class T>
+void tile_scores(const unit* q, const T* const* k, int n, int64_t D, float factor, float* s) {
   constexpr int N = ACCUMULATORS / 2;
-  for (int key = 0; key < n; key += N, k += N * width) {
+  for (int key = 0; key < n; key += N) {
     vf acc[N][C] = {};
-    for (int64_t d = 0; d < width; d++)
-      for (int i = 0; i < N; i++)
-        for (int c = 0; c < C; c++) acc[i][c] += load(q + d * ROWS + c * W) * k[i * width + d];
+    for (int64_t d = 0; d < D; d += P<T>)
+      for (int i = 0; i < N; i++) {
+        const vu x = broadcast(k[key + i] + d);
+        for (int c = 0; c < C; c++)
+          acc[i][c] = multiply_add(T(), acc[i][c], read<vu>(q + d / P<T> * ROWS + c * W), x);
+      }
     for (int i = 0; i < N; i++)
-      for (int c = 0; c < C; c++) store(s + (key + i) * ROWS + c * W, acc[i][c]);
+      for (int c = 0; c < C; c++) store(s + (key + i) * ROWS + c * W, acc[i][c] * factor);
   }
 }
 
-// s of one vector of rows becomes p; m, l: maximum and sum so far; decay: what old sums are worth.
-void softmax(float* s, int n, float* m, float* l, float* decay) {
+vu to_units(float, const vf* p) { return (vu)p[0]; }
+vu to_units(bf16, const vf* p) {  // two values in each lane, to nearest even
+  vu x[2];
+  for (int i = 0; i < 2; i++) x[i] = (vu)p[i] + 0x7fff + (((vu)p[i] >> 16) & 1);
+  return (x[0] >> 16) | (x[1] & 0xffff0000u);
+}
+
+// s of one vector of rows becomes p, in units of keys: [key / P][ROWS].
+// m, l: maximum and sum so far; decay: what old sums are worth.
+template <class T> void softmax(float* s, int n, float* m, float* l, float* decay) {
   vf top = load(m);
   for (int key = 0; key < n; key++) {
     const vf x = load(s + key * ROWS);
@@ -81,16 +97,20 @@ void softmax(float* s, int n, float* m, float* l, float* decay) {
   }
   const vf old = exp2(load(m) - top);
   vf total = load(l) * old;
-  for (int key = 0; key < n; key++) {
-    const vf p = exp2(load(s + key * ROWS) - top);
-    store(s + key * ROWS, p);
-    total += p;
+  for (int key = 0; key < n; key += P<T>) {
+    vf p[P<T>] = {};
+    for (int i = 0; i < P<T> && key + i < n; i++) {
+      p[i] = exp2(load(s + (key + i) * ROWS) - top);
+      total += p[i];
+    }
+    const vu x = to_units(T(), p);
+    std::memcpy(s + key / P<T> * ROWS, &x, sizeof(x));
   }
   store(m, top), store(l, total), store(decay, old);
 }
 
-// The same for one row whose scores lie side by side.
-void softmax_of_row(float* s, int n, float* m, float* l, float* decay) {
+// The same for one row whose scores lie side by side; so do its p then, as values.
+template <class T> void softmax_of_row(float* s, int n, float* m, float* l, float* decay) {
   while (n % W != 0) s[n++] = -INFINITY;
   vf top = vf{} + *m;
   for (int key = 0; key < n; key += W) {
@@ -102,7 +122,7 @@ void softmax_of_row(float* s, int n, float* m, float* l, float* decay) {
   vf total = {};
   for (int key = 0; key < n; key += W) {
     const vf p = exp2(load(s + key) - highest);
-    store(s + key, p);
+    store((T*)s + key, p);
     total += p;
   }
   *decay = std::exp2(*m - highest);
@@ -110,33 +130,40 @@ void softmax_of_row(float* s, int n, float* m, float* l, float* decay) {
   *m = highest;
 }
 
-// o = o * decay + p v for R rows and C vectors of head dimensions, from column d on.
-template <class Layout, int R, int C, class T>
-void add_values(const float* p, const T* const* v, int n, const float* decay, float* o, int64_t d,
-                int64_t width) {
+// Units of W dimensions of P keys.
+vu pair(const float* const* v, int64_t d) { return read<vu>(v[0] + d); }
+vu pair(const bf16* const* v, int64_t d) {
+  return __builtin_convertvector(read<vh>(v[0] + d), vu) | (vu)load(v[1] + d);
+}
+vu pair(const unit* const* v, int64_t d) { return read<vu>(v[0] + d); }  // made before
+
+// o = o * decay + p v for R rows and C vectors of dimensions, from d on. p: units, `row_step` and
+// `key_step` apart; v: n rows of them, or as many as make units.
+template <class T, int R, int C, class V>
+void add_values(const unit* p, int64_t row_step, int64_t key_step, const V* const* v, int n,
+                const float* decay, float* o, int64_t d, int64_t width) {
+  constexpr int STEP = sizeof(T) / sizeof(V) == 1 ? P<T> : 1;
   vf acc[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = load(o + r * width + d + c * W) * decay[r];
-  for (int key = 0; key < n; key++)
+  for (int i = 0; i < (n + P<T> - 1) / P<T>; i++)
     for (int c = 0; c < C; c++) {
-      const vf x = load(v[key] + d + c * W);
-      for (int r = 0; r < R; r++) acc[r][c] += x * p[key * Layout::key_step + r * Layout::row_step];
+      const vu x = pair(v + i * STEP, d + c * W);
+      for (int r = 0; r < R; r++)
+        acc[r][c] = multiply_add(T(), acc[r][c], x, broadcast(p + i * key_step + r * row_step));
     }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) store(o + r * width + d + c * W, acc[r][c]);
 }
 
-template <class Layout, class T>
-void add_all_values(int rows, const float* p, const T* const* v, int n, const float* decay,
-                    float* o, int64_t width) {
-  in_groups(rows, [&](auto group, int r) {
-    constexpr int R = group, C = std::min(8, ACCUMULATORS / R);
-    int64_t d = 0;
-    for (; d + C * W <= width; d += C * W)
-      add_values<Layout, R, C>(p + r * Layout::row_step, v, n, decay + r, o + r * width, d, width);
-    for (; d < width; d += W)
-      add_values<Layout, R, 1>(p + r * Layout::row_step, v, n, decay + r, o + r * width, d, width);
-  });
+template <class T, int R, class V>
+void add_all_values(const unit* p, int64_t row_step, int64_t key_step, const V* const* v, int n,
+                    const float* decay, float* o, int64_t width) {
+  constexpr int C = std::min(8, ACCUMULATORS / R);
+  int64_t d = 0;
+  for (; d + C * W <= width; d += C * W)
+    add_values<T, R, C>(p, row_step, key_step, v, n, decay, o, d, width);
+  for (; d < width; d += W) add_values<T, R, 1>(p, row_step, key_step, v, n, decay, o, d, width);
 }
 
 using Floats = std::unique_ptr<float[], decltype(&std::free)>;
@@ -157,6 +184,7 @@ template <class T> struct Attention {
   int64_t num_tokens, S, M, num_blocks, B, H, KV, D, q_stride;
   float scale;
   int64_t G = H / KV, width = (D + W - 1) / W * W;
+  std::vector<T> zeros = std::vector<T>(KV * D);
 
   int64_t q_len(int64_t i) const { return cu_seqlens_q[i + 1] - cu_seqlens_q[i]; }
   int64_t position(int64_t i, int64_t row) const { return seq_lens[i] - q_len(i) + row / G; }
@@ -199,69 +227,106 @@ template <class T> struct Attention {
     return items;
   }
 
-  // result: [o | m | l] of the item's rows. scratch: [queries | wide k | wide v | s | decay].
-  void attend(const Item& it, int64_t kv, float* scratch, float* result) const {
-    float *queries = scratch, *wide_k = queries + ROWS * width, *wide_v = wide_k + KEYS * width;
-    float *s = wide_v + KEYS * width, *decay = s + KEYS * ROWS;
-    float *o = result, *m = o + it.rows * width, *l = m + ROWS;
-    const int rows = it.rows, lanes = (rows + W - 1) / W * W;
-    const bool stream = rows <= STREAM_ROWS && width == D;
-    std::fill(o, m, 0.f);
+  // result: [o | m | l] of the item's rows.
+  void begin(const Item& it, float* result) const {
+    float *m = result + it.rows * width, *l = m + ROWS;
+    std::fill(result, m, 0.f);
     std::fill(m, l, -1e30f);  // finite, for -inf - -inf is NaN
     std::fill(l, l + ROWS, 0.f);
-    for (int r = 0; r < rows; r++)  // in units of log2; transposed in a tile
-      for (int64_t d = 0; d < D; d++)
-        queries[stream ? r * width + d : d * ROWS + r] =
-            widen(q[token(it, r) * q_stride + head(it, kv, r) * D + d]) * scale * 1.44269504f;
+  }
 
-    const int64_t step = stream ? STREAM_KEYS : KEYS;
-    const T *keys[2][KEYS], *values[2][KEYS];  // of this tile, and of the next, which is prefetched
-    const auto find = [&](int64_t begin) {
-      const int64_t n = std::min(step, it.key_end - begin), slot = begin / step % 2;
-      if (n > 0) find_keys(it.sequence, kv, begin, n, keys[slot], values[slot]);
-    };
-    const float* rows_of_v[KEYS];
-    for (int key = 0; key < KEYS; key++) rows_of_v[key] = wide_v + key * width;
-    for (int64_t begin = it.key_begin; begin < it.key_end; begin += step) {
-      const int n = std::min(step, it.key_end - begin);
-      const T **k = keys[begin / step % 2], **v = values[begin / step % 2];
-      if (begin == it.key_begin) find(begin);
-      find(begin + step);
-      if (stream) {
-        in_groups(rows, [&](auto group, int r) {
-          stream_scores<group>(queries + r * width, k, n, width, s + r * KEYS);
-        });
-      } else {
-        for (int key = 0; key < n; key++) {
-          for (int64_t d = 0; d < D; d++) wide_k[key * width + d] = widen(k[key][d]);
-          for (int64_t d = 0; d < D; d++) wide_v[key * width + d] = widen(v[key][d]);
+  const T* query(const Item& it, int64_t kv, int64_t r) const {
+    return q + token(it, r) * q_stride + head(it, kv, r) * D;
+  }
+
+  bool is_stream(const Item& it) const { return it.rows <= STREAM_ROWS && D % (W * P<T>) == 0; }
+
+  // Few rows of all kv heads: keys are read in the order in which they lie, W at a time, and their
+  // values, which follow, are fetched meanwhile. scratch: [queries | products | s]; results: one
+  // for each head.
+  template <int R> void attend_stream(const Item& it, float* scratch, float* const* results) const {
+    T* queries = (T*)scratch;  // [KV][R][D]
+    vf* products = (vf*)(scratch + KV * R * D);  // [KV][R][W]
+    float *s = (float*)(products + KV * R * W), decay[R];
+    for (int64_t kv = 0; kv < KV; kv++) {
+      begin(it, results[kv]);
+      for (int r = 0; r < R; r++)
+        std::copy(query(it, kv, r), query(it, kv, r) + D, queries + (kv * R + r) * D);
+    }
+    const T *k[W + AHEAD], *v[W + AHEAD];
+    for (int64_t begin = it.key_begin; begin < it.key_end; begin += W) {
+      const int n = std::min<int64_t>(W, it.key_end - begin);
+      find_keys(it, begin, W + AHEAD, k, v);
+      for (int key = 0; key < W; key++)
+        for (int64_t kv = 0; kv < KV; kv++) {
+          for (int64_t d = kv * D; d < (kv + 1) * D; d += 64 / sizeof(T)) {
+            __builtin_prefetch(k[key + AHEAD] + d, 0, 2);
+            __builtin_prefetch(v[key] + d, 0, 2);
+          }
+          stream_products<R>(queries + kv * R * D, k[key] + kv * D, D, products + kv * R * W + key);
         }
-        int r = 0;
-        for (; r + W < lanes; r += 2 * W) tile_scores<2>(queries + r, wide_k, n, width, s + r);
-        if (r < lanes) tile_scores<1>(queries + r, wide_k, n, width, s + r);
-      }
-      if (stream) {
-        hide_future<Stream>(it, begin, n, s);
-        for (int r = 0; r < rows; r++) softmax_of_row(s + r * KEYS, n, m + r, l + r, decay + r);
-        add_all_values<Stream>(rows, s, v, n, decay, o, width);
-      } else {
-        hide_future<Tile>(it, begin, n, s);
-        for (int r = 0; r < lanes; r += W) softmax(s + r, n, m + r, l + r, decay + r);
-        add_all_values<Tile>(rows, s, rows_of_v, n, decay, o, width);
+      for (int64_t kv = 0; kv < KV; kv++) {
+        float *o = results[kv], *m = o + it.rows * width, *l = m + ROWS;
+        for (int r = 0; r < R; r++)
+          store(s + r * KEYS, sums(products + (kv * R + r) * W) * (scale * LOG2E));
+        hide_future(it, begin, n, s, KEYS, 1);
+        for (int r = 0; r < R; r++) softmax_of_row<T>(s + r * KEYS, n, m + r, l + r, decay + r);
+        add_all_values<T, R>((const unit*)s, KEYS, 1, v, n, decay, o, width);
+        for (int key = 0; key < W; key++) v[key] += D;  // the next head's
       }
     }
   }
 
-  void find_keys(int64_t i, int64_t kv, int64_t begin, int n, const T** k, const T** v) const {
-    const int32_t* block = block_tables + i * M + begin / B;
+  // Many rows of one kv head. scratch: [queries | v in units | s | decay].
+  void attend_tile(const Item& it, int64_t kv, float* scratch, float* result) const {
+    unit *queries = (unit*)scratch, *wide_v = queries + ROWS * width;
+    float *s = (float*)(wide_v + KEYS * width), *decay = s + KEYS * ROWS;
+    float *o = result, *m = o + it.rows * width, *l = m + ROWS;
+    const int rows = it.rows, lanes = (rows + W - 1) / W * W;
+    begin(it, result);
+    for (int r = 0; r < rows; r++)
+      for (int64_t d = 0; d < D; d += P<T>)
+        queries[d / P<T> * ROWS + r] = read<unit>(query(it, kv, r) + d);
+    const T *k[KEYS], *v[KEYS];
+    const unit* units_of_v[KEYS];
+    for (int key = 0; key < KEYS; key++) units_of_v[key] = wide_v + key * width;
+    for (int64_t begin = it.key_begin; begin < it.key_end; begin += KEYS) {
+      const int n = std::min<int64_t>(KEYS, it.key_end - begin);
+      find_keys(it, begin, KEYS, k, v);
+      for (int key = 0; key < KEYS; key++) k[key] += kv * D, v[key] += kv * D;
+      for (int key = 0; key < n; key += P<T>) make_units(v + key, wide_v + key / P<T> * width);
+      int r = 0;
+      for (; r + W < lanes; r += 2 * W)
+        tile_scores<2>(queries + r, k, n, D, scale * LOG2E, s + r);
+      if (r < lanes) tile_scores<1>(queries + r, k, n, D, scale * LOG2E, s + r);
+      hide_future(it, begin, n, s, 1, ROWS);
+      for (r = 0; r < lanes; r += W) softmax<T>(s + r, n, m + r, l + r, decay + r);
+      in_groups(rows, [&](auto group, int r) {
+        add_all_values<T, group>((const unit*)s + r, 1, ROWS, units_of_v, n, decay + r,
+                                 o + r * width, width);
+      });
+    }
+  }
+
+  void make_units(const T* const* v, unit* out) const {
+    for (int64_t d = 0; d < D; d++)
+      if constexpr (P<T> == 2)
+        out[d] = v[0][d] | unit(v[1][d]) << 16;
+      else
+        std::memcpy(out + d, v[0] + d, 4);
+  }
+
+  // The first kv head of each of `count` keys from `begin` on. Behind the end: any k, no v.
+  void find_keys(const Item& it, int64_t begin, int count, const T** k, const T** v) const {
+    const int32_t* block = block_tables + it.sequence * M + begin / B;
     int64_t slot = begin % B;
-    for (int key = 0; key < n; key++) {
-      const int64_t offset = ((*block * B + slot) * KV + kv) * D;
-      k[key] = k_cache + offset, v[key] = v_cache + offset;
-      for (int64_t d = 0; d < D; d += 64 / sizeof(T)) {  // pages lie anywhere: no hardware guesses
-        __builtin_prefetch(k[key] + d);
-        __builtin_prefetch(v[key] + d);
+    for (int key = 0; key < count; key++) {
+      if (begin + key >= it.key_end) {
+        k[key] = k[key - 1], v[key] = zeros.data();  // 0 times it is no NaN
+        continue;
       }
+      const int64_t offset = (*block * B + slot) * KV * D;
+      k[key] = k_cache + offset, v[key] = v_cache + offset;
       if (++slot == B) slot = 0, block++;
     }
   }
@@ -269,12 +334,12 @@ template <class T> struct Attention {
   //     key:             4 5 6 7
   //     row at place 5:  x x . .    a row sees keys up to its own position
   //     row at place 6:  x x x .
-  template <class Layout>
-  void hide_future(const Item& it, int64_t begin, int n, float* s) const {
+  void hide_future(const Item& it, int64_t begin, int n, float* s, int64_t row_step,
+                   int64_t key_step) const {
     for (int r = 0; r < it.rows; r++) {
       const int64_t seen = position(it.sequence, it.first_row + r) + 1 - begin;
       for (int64_t key = std::max<int64_t>(0, seen); key < n; key++)
-        s[key * Layout::key_step + r * Layout::row_step] = -INFINITY;
+        s[key * key_step + r * row_step] = -INFINITY;
     }
   }
 
@@ -312,17 +377,31 @@ template <class T> struct Attention {
     };
 #pragma omp parallel num_threads(threads) if (count > 1)
     {
-      const int64_t scratch_floats = (ROWS + 2 * KEYS) * width + KEYS * ROWS + ROWS;
-      const Floats scratch = allocate(scratch_floats + result_floats(ROWS));
+      const int64_t scratch_floats =
+          std::max((ROWS + KEYS) * width + KEYS * ROWS + ROWS,
+                   KV * STREAM_ROWS * (D + W * W) + STREAM_ROWS * KEYS);
+      const int64_t own_floats = std::max(result_floats(ROWS), KV * result_floats(STREAM_ROWS));
+      const Floats scratch = allocate(scratch_floats + own_floats);
       // Dimensions from D on stay 0. Lanes without a row may hold anything: lanes never mix.
-      if (width > D) std::fill(scratch.get(), scratch.get() + scratch_floats, 0.f);
+      std::fill(scratch.get(), scratch.get() + scratch_floats, 0.f);
+      std::vector<float*> targets(KV);
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < count; i++) {
         const Item& it = items[i / KV];
-        float* own = scratch.get() + scratch_floats;
-        float* result = it.parts > 1 ? result_of(it, i % KV, it.part) : own;
-        attend(it, i % KV, scratch.get(), result);
-        if (it.parts == 1) finish(it, i % KV, own, scratch.get());
+        if (is_stream(it) && i % KV > 0) continue;  // done with the first head
+        const int64_t last = is_stream(it) ? KV : i % KV + 1;
+        for (int64_t kv = i % KV; kv < last; kv++)
+          targets[kv] = it.parts > 1 ? result_of(it, kv, it.part)
+                                     : scratch.get() + scratch_floats +
+                                           (kv - i % KV) * result_floats(it.rows);
+        if (is_stream(it))
+          with_constant<STREAM_ROWS>(it.rows, [&](auto rows) {
+            attend_stream<rows>(it, scratch.get(), targets.data());
+          });
+        else
+          attend_tile(it, i % KV, scratch.get(), targets[i % KV]);
+        if (it.parts == 1)
+          for (int64_t kv = i % KV; kv < last; kv++) finish(it, kv, targets[kv], scratch.get());
       }
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < count; i++)

@@ -38,6 +38,21 @@ vf load(const bf16* p) { return (vf)((vu)_mm512_cvtepu16_epi32(read<__m256i>(p))
 vf load(const bf16* p) { return (vf)(__builtin_convertvector(read<vh>(p), vu) << 16); }
 #endif
 void store(float* p, vf x) { std::memcpy(p, &x, sizeof(x)); }
+void store(bf16* p, vf x) {  // to nearest even, of no NaN
+  const vu bits = (vu)x + 0x7fff + (((vu)x >> 16) & 1);
+  const vh halves = __builtin_convertvector(bits >> 16, vh);
+  std::memcpy(p, &halves, sizeof(halves));
+}
+
+// A unit is 32 bits of values: one float, or two bf16. acc += the products of their values.
+vf multiply_add(float, vf acc, vu a, vu b) { return acc + (vf)a * (vf)b; }
+vf multiply_add(bf16, vf acc, vu a, vu b) {
+#if defined(__AVX512BF16__)
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+#else
+  return acc + (vf)(a << 16) * (vf)(b << 16) + (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
+#endif
+}
 
 float widen(float x) { return x; }
 float widen(bf16 x) {
@@ -60,6 +75,27 @@ template <int N = W, class V> float sum(V x) {  // the halves are added until on
     std::memcpy(halves, &x, sizeof(x));
     return sum<N / 2>(halves[0] + halves[1]);
   }
+}
+
+// sum(v[0]), sum(v[1]), ... of W vectors.
+vf sums(const vf* v) {
+#if defined(__AVX512F__)  // added while they are transposed: three instructions a sum
+  __m512 quads[4];  // four vectors each: in every 128 bits their sums of that part
+  for (int i = 0; i < 4; i++, v += 4) {
+    const __m512 a = v[0], b = v[1], c = v[2], d = v[3];
+    const __m512d ab = (__m512d)(_mm512_unpacklo_ps(a, b) + _mm512_unpackhi_ps(a, b));
+    const __m512d cd = (__m512d)(_mm512_unpacklo_ps(c, d) + _mm512_unpackhi_ps(c, d));
+    quads[i] = (__m512)_mm512_unpacklo_pd(ab, cd) + (__m512)_mm512_unpackhi_pd(ab, cd);
+  }
+  const auto fold = [](__m512 a, __m512 b) {
+    return _mm512_shuffle_f32x4(a, b, 0x88) + _mm512_shuffle_f32x4(a, b, 0xdd);
+  };
+  return (vf)fold(fold(quads[0], quads[1]), fold(quads[2], quads[3]));
+#else
+  vf all;
+  for (int i = 0; i < W; i++) all[i] = sum(v[i]);
+  return all;
+#endif
 }
 
 vf exp2(vf x) {  // for x <= 0, relative error about 2e-7; 2^-inf is 0, NaN stays NaN
@@ -88,6 +124,12 @@ vf exp_of_negative(vf x) {
 vf silu(vf g) {
   const vf e = exp_of_negative(g < 0.f ? g : -g);
   return (g < 0.f ? g * e : g) / (1.f + e);
+}
+
+// f(n) with n, from 1 to N, as a type.
+template <int N, class F> void with_constant(int n, F f) {
+  if (n == N) return f(std::integral_constant<int, N>{});
+  if constexpr (N > 1) with_constant<N - 1>(n, f);
 }
 
 // f(group, first row): rows in groups of 8, 4, 2, 1, the size as a type.
