@@ -20,7 +20,7 @@ import torch
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES |= {"float": torch.float32, "half": torch.float16}
-QUANTIZED = {"int8": torch.int8}
+QUANTIZED: dict[str | None, torch.dtype | None] = {None: None, "int8": torch.int8}
 _DEVICE = r"auto|cpu|cuda(:\d+)?"
 
 
@@ -131,8 +131,8 @@ _CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
         lambda v: str(v).removeprefix("torch.") in ("auto", *DTYPES),
     ),
     "quantization": (
-        f"None or one of {', '.join(QUANTIZED)}",
-        lambda v: v is None or v in QUANTIZED,
+        f"one of {', '.join(map(str, QUANTIZED))}",
+        lambda v: v is None or (isinstance(v, str) and v in QUANTIZED),
     ),
     "device": ("auto, cpu, cuda or cuda:N", lambda v: bool(re.fullmatch(_DEVICE, str(v)))),
     "max_model_len": _MAYBE_COUNT,

@@ -52,7 +52,7 @@ class ModelRunner:
         )
         logger.info("loading %s as %s", folder.name, str(dtype).removeprefix("torch."))
         load_weights(self._model, folder, tie=model_config.tie_word_embeddings)
-        self._model.finish_weights(QUANTIZED.get(config.quantization), self.kernels.pack_weight)
+        self._model.finish_weights(QUANTIZED[config.quantization], self.kernels.pack_weight)
         self._specs = self._model.cache_specs()
         self._caches = self._allocate(1)
         self.num_kv_blocks = self._count_kv_blocks(config, longest)

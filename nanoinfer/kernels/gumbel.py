@@ -2,9 +2,9 @@
 
     h = 24 bits of mix(row key ^ mix(id)),   u = (h + 1/2) / 2^24,   g = -log(-log u)
 
-and `draw_wide`, the argmax of score + g over all ids with score >= threshold, where it is known that
-`best` has been reached already and that no score is above 0. Then g must be at least `best`, which
-few hashes reach: only for those is a logarithm taken.
+and `draw_wide`, the argmax of score + g over all ids with score >= threshold, where it is known
+that `best` has been reached already and that no score is above 0. Then g must be at least `best`,
+which few hashes reach: only for those is a logarithm taken.
 
 A hash instead of a generator has no state, so a draw depends on nothing but its own row. Gumbel
 noise is bounded here (|g| <= 17.4, since u is at most 1 - 2^-25); draw.py builds on that.

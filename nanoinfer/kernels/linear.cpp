@@ -15,8 +15,8 @@
 // vectors of sums in registers, so that a vector of W serves R rows and a value of x serves C
 // vectors; more rows are more tiles, which find the block in cache.
 //
-// int8: each row of x is quantised first (quantize_rows_int8). Its values are stored + 128, since
-// the instruction wants one unsigned side; `excess`, 128 times the sum of a row of W, is subtracted.
+// int8: each row of x is quantised first, to 0..255 (the instruction wants one unsigned side), which
+// needs an offset: sum (u - zero) w = sum u w - zero * sum w, where the last sum is W's alone.
 #include <algorithm>
 #include <cmath>
 #include <memory>
@@ -33,7 +33,7 @@ constexpr int R_MAX = BYTES == 64 ? 6 : 4;
 constexpr int C_MAX = BYTES == 32 ? 2 : 4;
 typedef int32_t vi __attribute__((vector_size(BYTES)));
 
-// Four int8 of W, four of x + 128.
+// Four int8 of W, four uint8 of x.
 vi multiply_add(int8_t, vi acc, vu w, vu x) {
 #if defined(__AVX512VNNI__)
   return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
@@ -109,15 +109,23 @@ void for_each_row(const char* x, const Shape& s, const void* blocks, int threads
   }
 }
 
-template <class T> void quantize_row(const T* x, int64_t K, uint8_t* values, float* factor) {
-  float largest = 0;
-  bool has_nan = false;  // then the row of y is NaN
+// x = (value - zero) * scale: the whole range of a row, in which 0 is exact (quantize_tokens).
+struct Scale { float scale; int32_t zero; };
+
+template <class T> Scale quantize_row(const T* x, int64_t K, uint8_t* values) {
+  float low = 0, high = 0;
   for (int64_t k = 0; k < K; k++) {
-    const float size = std::abs(widen(x[k]));
-    largest = std::max(largest, size), has_nan |= size != size;
+    const float value = widen(x[k]);
+    low = value < low ? value : low;
+    high = value > high ? value : high;
   }
-  *factor = has_nan ? NAN : std::max(largest, 1e-4f) / 127;
-  for (int64_t k = 0; k < K; k++) values[k] = int(std::nearbyint(widen(x[k]) / *factor)) + 128;
+  const float scale = std::max(high - low, 1e-4f) / 255;
+  const float zero = std::nearbyint(-low / scale);
+  for (int64_t k = 0; k < K; k++) {
+    const float value = std::nearbyint(widen(x[k]) / scale) + zero;
+    values[k] = int32_t(value < 0 ? 0 : value > 255 ? 255 : value);
+  }
+  return {scale, int32_t(zero)};
 }
 
 }  // namespace
@@ -138,27 +146,26 @@ extern "C" void nanoinfer_linear_bf16(int is_fp32_out, void* out, const void* x,
   is_fp32_out ? run((float*)out) : run((bf16*)out);
 }
 
-// scratch: M floats and M rows of K bytes.
+// sums_of_w: of each row of W. scratch: M times a Scale and K bytes.
 extern "C" void nanoinfer_linear_int8(int is_bf16, int is_fp32_out, void* out, const void* x,
                                       const void* blocks, const float* bias, const float* scales,
-                                      const int32_t* excess, void* scratch, int64_t M, int64_t N,
-                                      int64_t K, int64_t x_stride, int64_t y_stride, int threads) {
-  float* factors = (float*)scratch;
-  uint8_t* values = (uint8_t*)(factors + M);
+                                      const int32_t* sums_of_w, void* scratch, int64_t M,
+                                      int64_t N, int64_t K, int64_t x_stride, int64_t y_stride,
+                                      int threads) {
+  Scale* of_row = (Scale*)scratch;
+  uint8_t* values = (uint8_t*)(of_row + M);
 #pragma omp parallel for num_threads(threads) if (M > 1)
   for (int64_t m = 0; m < M; m++)
-    if (is_bf16)
-      quantize_row((const bf16*)x + m * x_stride, K, values + m * K, factors + m);
-    else
-      quantize_row((const float*)x + m * x_stride, K, values + m * K, factors + m);
+    of_row[m] = is_bf16 ? quantize_row((const bf16*)x + m * x_stride, K, values + m * K)
+                        : quantize_row((const float*)x + m * x_stride, K, values + m * K);
   const auto run = [&](auto* y) {
     for_each_row<int8_t, vi, int32_t>(
         (const char*)values, {M, N, K, K}, blocks, threads,
         [&](int64_t m, int64_t n, int64_t count, const int32_t* sums) {
           auto* row = y + m * y_stride + n;
           for (int64_t i = 0; i < count; i++) {
-            const float sum = sums[i] - excess[n + i];
-            narrow(sum * factors[m] * scales[n + i] + (bias ? bias[n + i] : 0), row + i);
+            const float sum = sums[i] - of_row[m].zero * sums_of_w[n + i];
+            narrow(sum * of_row[m].scale * scales[n + i] + (bias ? bias[n + i] : 0), row + i);
           }
         });
   };

@@ -2,7 +2,7 @@
 
     W                   scales                        the product
     bf16, fp32, fp16    none                          in W's dtype, summed in fp32
-    int8                [N] fp32, one a row           x to int8 by token, int32 sums, times both
+    int8                [N] fp32, one a row           x to uint8 by token, int32 sums, times both
     float8_e4m3fn       [N/128, K/128] fp32, a block  W (and x, if Quantized) widened, fp32
 
 `weight.dtype` alone decides. x [M, K] may be a `Quantized`; y [M, N] has x's dtype, or bf16.
@@ -38,7 +38,7 @@ from nanoinfer.kernels.quantize import FP8, FP8_MAX, MIN_AMAX, Quantized, dequan
 
 ROW_BYTES = 32
 BLOCK = 128  # rows and columns of an FP8 weight that share a scale
-_INT8_MAX = 127
+_INT8_MAX, _UINT8_MAX = 127, 255
 BLOCK_ROWS = 64  # of a packed weight
 _STEPS = 16  # oneDNN rounds the number of pairs up to a multiple
 _ROWS_HINT = 16  # for oneDNN, which packs alike for any number
@@ -117,8 +117,9 @@ def _wide_product(x: Tensor | Quantized, weight: Tensor, scales: Tensor | None) 
     if scales is None:
         return F.linear(rows, weight.float())
     if weight.dtype == torch.int8:
-        values, factors = quantize_rows_int8(rows)
-        sums = F.linear(values.double(), weight.double())  # exact, as int32 sums would be
+        values, factors, zeros = quantize_tokens(rows)
+        centred = values.double() - zeros[:, None]
+        sums = F.linear(centred, weight.double())  # exact, as int32 sums would be
         return sums.float() * factors[:, None] * scales
     return F.linear(rows, dequantize_blocks(weight, scales))
 
@@ -127,6 +128,20 @@ def quantize_rows_int8(x: Tensor) -> tuple[Tensor, Tensor]:
     """[M, K] -> int8 values, and the fp32 factor of each row: symmetric, largest to 127."""
     factors = x.float().abs().amax(-1).clamp(min=MIN_AMAX) / _INT8_MAX  # [M]
     return (x / factors[:, None]).round().to(torch.int8), factors
+
+
+def quantize_tokens(x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """[M, K] -> uint8 values, the fp32 factor and the int32 zero point of each row.
+
+    x = (value - zero) * factor. The range from smallest to largest is used whole, since activations
+    lie rarely evenly around 0: twice the resolution costs nothing (see linear.cpp).
+    """
+    x = x.float()
+    low, high = x.amin(-1).clamp(max=0), x.amax(-1).clamp(min=0)
+    factors = (high - low).clamp(min=MIN_AMAX) / _UINT8_MAX
+    zeros = (-low / factors).round()
+    values = (x / factors[:, None]).round() + zeros[:, None]
+    return values.clamp(0, _UINT8_MAX).to(torch.uint8), factors, zeros.to(torch.int32)
 
 
 def quantize_blocks_fp8(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -221,13 +236,13 @@ class LinearCpu:
         N, K = weight.shape
         padded = F.pad(weight, (0, 0, 0, -N % BLOCK_ROWS))
         blocks = padded.view(-1, BLOCK_ROWS, K // 4, 4).transpose(1, 2).contiguous()
-        excess = 128 * padded.sum(1, dtype=torch.int32)
+        sums = padded.sum(1, dtype=torch.int32)
 
         def multiply(x: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
             x, y = _prepare(x, x.dtype, N, K, is_wide)
-            scratch = torch.empty(len(x) * (K + 4), dtype=torch.uint8)
+            scratch = torch.empty(len(x) * (K + 8), dtype=torch.uint8)
             bias = bias if bias is None else bias.float()
-            tensors = pointers(y, x, blocks, bias, scales, excess, scratch)
+            tensors = pointers(y, x, blocks, bias, scales, sums, scratch)
             flags = x.dtype == torch.bfloat16, y.dtype == torch.float32
             self._int8(*flags, *tensors, *_sizes(x, y), self._threads)
             return y
@@ -247,9 +262,7 @@ def _find_blocks(opaque: Tensor, weight: Tensor) -> Tensor | None:
     return blocks if torch.equal(rows_of_blocks(blocks, some), weight[some]) else None
 
 
-def _prepare(
-    x: Tensor, dtype: torch.dtype, N: int, K: int, is_wide: bool
-) -> tuple[Tensor, Tensor]:
+def _prepare(x: Tensor, dtype: torch.dtype, N: int, K: int, is_wide: bool) -> tuple[Tensor, Tensor]:
     """x as the kernel takes it, and an empty y."""
     if x.dtype != dtype or x.dtype not in (torch.bfloat16, torch.float32) or x.shape[1] != K:
         raise ValueError(f"x: got {x.dtype} {tuple(x.shape)}, need {dtype} [M, {K}]")
@@ -261,4 +274,3 @@ def _prepare(
 
 def _sizes(x: Tensor, y: Tensor) -> tuple[int, int, int, int, int]:
     return x.shape[0], y.shape[1], x.shape[1], x.stride(0), y.stride(0)
-

@@ -132,6 +132,7 @@ class CausalLM(nn.Module):
                 if module is not head or not is_tied or quantization is not None:
                     module.pack(pack)
                 elif (packed := module.pack(_if_readable(pack))) is not None:
+                    assert packed.blocks is not None, "it is readable"
                     embedding.read_from(packed.blocks)
 
     def cache_specs(self) -> list[KVCacheSpec]:
