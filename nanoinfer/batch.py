@@ -16,6 +16,7 @@ T tokens in the step, S sequences, R sampled rows, M blocks in the longest table
 """
 
 import functools
+import itertools
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -82,26 +83,26 @@ class Batch:
     @staticmethod
     def build(step: list[ScheduledSequence], block_size: int, device: torch.device) -> "Batch":
         """Flatten a step and upload it."""
+        starts = np.array([entry.start for entry in step])
         q_lens = np.array([entry.num_tokens for entry in step])
         cu_seqlens_q = np.concatenate(([0], np.cumsum(q_lens)))
-        seq_lens = np.array([entry.start + entry.num_tokens for entry in step])
-        tables = np.zeros((len(step), max(len(e.seq.block_table) for e in step)), np.int32)
-        input_ids, positions, slots = [], [], []
-        for i, (seq, start, num_tokens, _) in enumerate(step):
-            stop = start + num_tokens
-            tables[i, : len(seq.block_table)] = seq.block_table
-            input_ids.extend(seq.token_ids[start:stop])
-            positions.append(seq.positions(start, stop))
-            where = np.arange(start, stop)
-            slots.append(tables[i, where // block_size] * np.int64(block_size) + where % block_size)
+        tables = _stack([entry.seq.block_table for entry in step])
+        input_ids: list[int] = []
+        positions = []
+        for seq, start, num_tokens, _ in step:
+            input_ids.extend(seq.token_ids[start : start + num_tokens])
+            positions.append(seq.positions(start, start + num_tokens))
+        rows = np.repeat(np.arange(len(step)), q_lens)
+        places = np.arange(len(rows)) + (starts - cu_seqlens_q[:-1])[rows]  # in its sequence
+        slots = tables[rows, places // block_size] * np.int64(block_size) + places % block_size
         sampled = [i for i, entry in enumerate(step) if entry.is_sampling]
         upload = functools.partial(_upload, device=device)
         return Batch(
             input_ids=upload(input_ids, np.int64),
             positions=upload(np.concatenate(positions, axis=-1), np.int64),
-            slot_mapping=upload(np.concatenate(slots), np.int64),
+            slot_mapping=upload(slots, np.int64),
             cu_seqlens_q=upload(cu_seqlens_q, np.int32),
-            seq_lens=upload(seq_lens, np.int32),
+            seq_lens=upload(starts + q_lens, np.int32),
             block_tables=upload(tables, np.int32),
             logits_indices=upload(cu_seqlens_q[1:][sampled] - 1, np.int64),
             sampled_entries=sampled,
@@ -128,6 +129,16 @@ class Batch:
             num_entries=1,
             sampling=None,
         )
+
+
+def _stack(tables: list[list[int]]) -> np.ndarray:
+    """Lists of any lengths as the rows of [S, M], filled up with the null block."""
+    lengths = np.array([len(table) for table in tables])
+    stacked = np.zeros((len(tables), lengths.max()), np.int32)
+    everything = itertools.chain.from_iterable(tables)
+    is_used = np.arange(stacked.shape[1]) < lengths[:, None]
+    stacked[is_used] = np.fromiter(everything, np.int32, lengths.sum())
+    return stacked
 
 
 def _upload(values: np.ndarray | list, dtype: type, device: torch.device) -> Tensor:
@@ -162,8 +173,8 @@ def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch
             ids, counts = np.unique(np.array(seq.output_token_ids, np.int64), return_counts=True)
             penalties.append((row, ids, -p.presence_penalty - p.frequency_penalty * counts))
     return SamplingBatch(
-        temperatures=upload([min(p.temperature, 1e30) for p in params], np.float32),
-        top_k=upload([min(max(p.top_k, 0), 2**31) for p in params], np.int64),
+        temperatures=upload(np.minimum([p.temperature for p in params], 1e30), np.float32),
+        top_k=upload(np.clip([p.top_k for p in params], 0, 2**31), np.int64),
         top_p=upload([p.top_p for p in params], np.float32),
         min_p=upload([p.min_p for p in params], np.float32),
         seeds=upload([seq.seed for seq in seqs], np.int64),

@@ -136,8 +136,9 @@ class LLMEngine:
             if logger.isEnabledFor(logging.DEBUG):  # one line a step: `example.py --trace`
                 milliseconds = 1e3 * (time.perf_counter() - start)
                 logger.debug("%s  %.1f ms", self.scheduler.describe(step), milliseconds)
-            for request in {seq.request for seq, *_ in step}:
-                self._note_progress(request)
+            for seq, *_ in step:
+                if seq.is_finished or seq.request.metrics.first_token_time is None:
+                    self._note_progress(seq.request)
 
     def stats(self) -> EngineStats:
         """Counters of this moment."""
@@ -166,9 +167,9 @@ class LLMEngine:
         metrics = request.metrics
         if metrics.first_token_time is None and any(s.num_output_tokens for s in request.sequences):
             metrics.first_token_time = time.time()
-        if request.is_finished:
+        if request.is_finished and self._requests.pop(request.request_id, None) is not None:
             metrics.finished_time = time.time()
-            self._requests.pop(request.request_id, None)
+            request.when_finished(request)
 
     def _find_eos_token_ids(self, generation_config: dict) -> frozenset[int]:
         """Union of what config.json, generation_config.json and the tokenizer call the end."""
@@ -293,13 +294,14 @@ class LLM:
 
     def _run(self, requests: list[Request], use_tqdm: bool) -> list[RequestOutput]:
         with tqdm(total=len(requests), desc="Processed prompts", disable=not use_tqdm) as bar:
+            finished: list[Request] = []  # whichever thread's step finishes them
             try:
                 for request in requests:
+                    request.when_finished = finished.append
                     self.engine.add_request(request)
-                while num_left := sum(not request.is_finished for request in requests):
+                while len(finished) < len(requests):
                     self.engine.step()
-                    bar.update(len(requests) - num_left - bar.n)
-                bar.update(len(requests) - bar.n)
+                    bar.update(len(finished) - bar.n)
             finally:
                 self._abort_all(requests)
         return [request.output() for request in requests]

@@ -39,6 +39,7 @@ class Request:
         self._decode = decode
         self.sequences: list[Sequence] = []
         self.prompt_logprobs: list[Logprobs | None] = [None]  # nothing predicts the first token
+        self.when_finished: Callable[[Request], None] = lambda request: None
         self.metrics = RequestMetrics(arrival_time=time.time())
         self._reported = [(0, 0, False)] * params.n  # tokens, characters, finished: per sequence
 

@@ -142,6 +142,8 @@ class Scheduler:
         return step
 
     def _admit_waiting(self, step: list[ScheduledSequence]) -> None:
+        if not self.waiting or len(self.running) >= self._max_num_seqs:
+            return
         budget = self._max_num_batched_tokens - sum(entry.num_tokens for entry in step)
         in_progress = {self.block_manager.next_unregistered(entry.seq) for entry in step}
         deferred: list[Sequence] = []
@@ -189,7 +191,8 @@ class Scheduler:
         return victim
 
     def _remove(self, seq: Sequence) -> None:
-        for queue in (self.running, self.waiting):
-            if seq in queue:
-                queue.remove(seq)
+        if seq in self.running:
+            self.running.remove(seq)
+        else:
+            self.waiting.remove(seq)
         self.block_manager.free(seq)

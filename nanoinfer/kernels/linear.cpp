@@ -114,10 +114,12 @@ struct Scale { float scale; int32_t zero; };
 
 template <class T> Scale quantize_row(const T* x, int64_t K, uint8_t* values) {
   float low = 0, high = 0;
+  bool has_nan = false;  // then the row of y is NaN
   for (int64_t k = 0; k < K; k++) {
     const float value = widen(x[k]);
     low = value < low ? value : low;
     high = value > high ? value : high;
+    has_nan |= value != value;
   }
   const float scale = std::max(high - low, 1e-4f) / 255;
   const float zero = std::nearbyint(-low / scale);
@@ -125,7 +127,7 @@ template <class T> Scale quantize_row(const T* x, int64_t K, uint8_t* values) {
     const float value = std::nearbyint(widen(x[k]) / scale) + zero;
     values[k] = int32_t(value < 0 ? 0 : value > 255 ? 255 : value);
   }
-  return {scale, int32_t(zero)};
+  return {has_nan ? NAN : scale, int32_t(zero)};
 }
 
 }  // namespace
