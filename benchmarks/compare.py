@@ -2,178 +2,62 @@
 
 In: a model (or a shape with random weights), a work, the engines. Out: for each engine its median
 tokens a second, its share of what the machine allows (`limits.floor_seconds`), and nanoinfer's
-ratio to each peer; the last line is the same as JSON. A share over 100% of the roofline is an
-error.
+ratio to each peer; the last line is the same as JSON. It is kept in a history, and a share or a
+ratio that is lower than in the line before is said. Faster than the roofline is an error.
 
-Each engine lives in a process of its own, which loads the model once and then answers requests: a
-line of JSON in, a line of JSON out. So loading is never timed. Rounds alternate between the
-engines, and each round gives all of them the same random token ids, the same dtype and the same
-number of threads. The peer runs each work as one batch, prompts padded on the left where their
-lengths differ, with attention through SDPA. One engine works at a time while the others sleep in
-`readline`. Ratios are taken within a round, so that a machine whose speed drifts slows both sides
-of a ratio. The first round warms up and is not counted.
+Each engine lives in a process of its own (engines.py), so loading is never timed and peers may need
+other interpreters. Rounds alternate between the engines, and each round gives all of them the same
+random token ids, the same dtype and the same number of threads; one works while the others sleep.
+Ratios are taken within a round, so that a machine whose speed drifts slows both sides of a ratio.
+The first round warms up and is not counted.
+
+latency: decoding alone, the time for n new tokens less that for one. prefill: prompt tokens a
+second. All others: new tokens a second. Prefix caches are on in prefix and chat, off elsewhere.
+transformers runs a work as one left-padded batch until its longest answer is done: only tokens that
+were asked for count. llama.cpp's binding runs one sequence at a time. Quantised engines read fewer
+bytes than the limit counts, so they have no share; int8 and Q8_0 are compared with each other.
 
 Only ratios and shares can be compared between machines, and only of an idle machine.
 
     python benchmarks/compare.py --shape qwen3-0.6b --work offline
-    python benchmarks/compare.py --model MODEL --work latency --out docs/benchmarks/cpu.md
+    python benchmarks/compare.py --work latency --llama-cpp-python L/bin/python --no-history
+    python benchmarks/compare.py --vllm-python V/bin/python --plot batch_sizes.png
 """
 
 import argparse
 import contextlib
 import dataclasses
 import datetime
-import importlib.metadata
+import importlib.util
 import json
-import os
 import platform
-import random
 import statistics
-import subprocess
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+from history import DEFAULT, commit, record
 from limits import Limits, Work, floor_seconds, measure, share
+from rounds import ENGINES, Round, make_engines, run_rounds
 from shapes import SHAPES, make_checkpoint
+from works import BATCHES, WORKS, Task
 
 from nanoinfer.config import DTYPES
 from nanoinfer.loader import find_checkpoint
 from nanoinfer.model_config import ModelConfig
 
-_MIXED = [random.Random(i).randint(64, 256) for i in range(16)]  # the same in every run
-WORKS = {
-    "offline": Work.equal(16, 256, 128),
-    "mixed": Work(_MIXED, [128] * len(_MIXED)),
-    "latency": Work.equal(1, 256, 64),
-}
-TEMPERATURE = 0.6
-_PAUSE = 0.2  # seconds: threads of the engine that has just worked fall asleep
-
-Generate = Callable[[list[list[int]], int], list[list[int]]]  # (prompts, output_len) -> new ids
-
-
-def load_nanoinfer(folder: Path, dtype: str) -> Generate:
-    from nanoinfer import LLM, SamplingParams
-
-    llm = LLM(folder, dtype=dtype, enable_prefix_caching=False, skip_tokenizer_init=True)
-
-    def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
-        params = SamplingParams(
-            temperature=TEMPERATURE, max_tokens=output_len, ignore_eos=True, detokenize=False
-        )
-        outputs = llm.generate(prompts, params, use_tqdm=False)
-        return [output.outputs[0].token_ids for output in outputs]
-
-    return generate
-
-
-def load_transformers(folder: Path, dtype: str) -> Generate:
-    from transformers import AutoModelForCausalLM
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    model: Any = AutoModelForCausalLM.from_pretrained(
-        folder, dtype=DTYPES[dtype], attn_implementation="sdpa"
-    )
-    model.eval()
-
-    def generate(prompts: list[list[int]], output_len: int) -> list[list[int]]:
-        longest = max(len(prompt) for prompt in prompts)
-        ids = torch.zeros(len(prompts), longest, dtype=torch.long)
-        mask = torch.zeros_like(ids)
-        for row, prompt in enumerate(prompts):  # padded on the left: all prompts end together
-            ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-            mask[row, longest - len(prompt) :] = 1
-        outputs = model.generate(
-            ids,
-            attention_mask=mask,
-            min_new_tokens=output_len,
-            max_new_tokens=output_len,
-            do_sample=True,
-            temperature=TEMPERATURE,
-            top_k=0,  # all tokens, as in nanoinfer; the default keeps 50
-            top_p=1.0,
-            pad_token_id=0,
-        )
-        return outputs[:, longest:].tolist()
-
-    return generate
-
-
-ENGINES = {"nanoinfer": load_nanoinfer, "transformers": load_transformers}
-
-
-def serve(engine: str, folder: Path, dtype: str) -> None:
-    """The engine's process: answer requests from stdin until it is closed."""
-    replies = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # whatever a library prints is no reply
-    generate = ENGINES[engine](folder, dtype)
-    for line in sys.stdin:
-        request = json.loads(line)
-        torch.manual_seed(request["seed"])
-        start = time.perf_counter()
-        outputs = generate(request["prompts"], request["output_len"])
-        seconds = time.perf_counter() - start
-        reply = [seconds, [len(ids) for ids in outputs], torch.get_num_threads()]
-        print(json.dumps(reply), file=replies, flush=True)
-
-
-class Engine:
-    """The parent's end of an engine's process."""
-
-    def __init__(self, name: str, folder: Path, dtype: str) -> None:
-        self.name = name
-        self.command = [sys.executable, __file__, "--serve", name]
-        self.command += ["--model", str(folder), "--dtype", dtype]
-
-    def __enter__(self) -> "Engine":
-        self._process = subprocess.Popen(
-            self.command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            env=os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())},
-        )
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._process.terminate()
-        self._process.communicate()
-
-    def run(self, work: Work, vocab_size: int, seed: int) -> float:
-        """Seconds for one round. RuntimeError where the engine failed or did other work."""
-        rng = random.Random(seed)
-        prompts = [[rng.randrange(vocab_size) for _ in range(n)] for n in work.input_lens]
-        (output_len,) = set(work.output_lens)  # transformers gives all rows of a batch equally many
-        request = {"prompts": prompts, "output_len": output_len, "seed": seed}
-        assert self._process.stdin is not None, "opened with a pipe"
-        assert self._process.stdout is not None, "opened with a pipe"
-        with contextlib.suppress(BrokenPipeError):  # then there is no reply either
-            self._process.stdin.write(json.dumps(request) + "\n")
-            self._process.stdin.flush()
-        reply = self._process.stdout.readline()
-        if not reply:
-            raise RuntimeError(f"{self.name}: its process ended; its last words are above")
-        seconds, num_tokens, num_threads = json.loads(reply)
-        if num_tokens != work.output_lens:
-            raise RuntimeError(f"{self.name}: got {num_tokens} new tokens, need {output_len} each")
-        if num_threads != torch.get_num_threads():
-            need = torch.get_num_threads()
-            raise RuntimeError(f"{self.name}: got {num_threads} threads, need {need}")
-        time.sleep(_PAUSE)
-        return seconds
+_RIVALS = {"llama_cpp_q8_0": "nanoinfer_int8"}  # whose rate is compared; of all others: nanoinfer
 
 
 class Result(NamedTuple):
     """One engine's rounds."""
 
-    name: str
-    rates: list[float]  # new tokens a second, one for each round
+    rates: list[float]  # tokens that count a second, one for each round
+    whole_rate: float | None  # of decode: output tokens a second with the prompt's time, median
     ratio: float | None  # nanoinfer's rate to this one's: median over the rounds
+    share: float | None  # of the bound
+    share_of_roofline: float | None  # of the whole
 
     @property
     def median(self) -> float:
@@ -181,91 +65,127 @@ class Result(NamedTuple):
 
 
 class Comparison(NamedTuple):
-    results: list[Result]
+    results: dict[str, Result]
     limits: Limits
-    bound: float  # tokens a second at the machine's limits, nothing overlapped
-    roofline: float  # the same, where computing hides reading or reading hides computing
+    bound: float | None  # tokens a second at the machine's limits, nothing overlapped
+    versions: dict[str, dict[str, str]]
 
 
-def compare(folder: Path, work: Work, names: list[str], dtype: str, rounds: int) -> Comparison:
-    """Run the rounds, and measure the machine before and after them."""
+def compare(args: argparse.Namespace, folder: Path, tasks: list[Task]) -> list[Comparison]:
+    """Run the tasks' rounds, and measure the machine before and after them."""
     model = ModelConfig.from_hf(folder)
+    engines = make_engines(args.engines, args.pythons, folder, args.dtype, tasks)
     limits = measure()
-    seconds: dict[str, list[float]] = {name: [] for name in names}
+    seconds = []
     with contextlib.ExitStack() as stack:
-        engines = [stack.enter_context(Engine(name, folder, dtype)) for name in names]
         for engine in engines:
-            engine.run(work, model.vocab_size, seed=0)
-        for i in range(1, rounds + 1):
-            for engine in engines if i % 2 else reversed(engines):
-                seconds[engine.name].append(engine.run(work, model.vocab_size, seed=i))
-            latest = ", ".join(f"{name} {times[-1]:.2f} s" for name, times in seconds.items())
-            print(f"round {i} of {rounds}: {latest}", flush=True)
+            stack.enter_context(engine)
+        versions = {engine.name: engine.versions for engine in engines}
+        for task in tasks:
+            seconds.append(run_rounds(engines, task, model.vocab_size, args.rounds))
     limits = limits.best_of(measure())
-    num_tokens = sum(work.output_lens)
-    own = seconds.get("nanoinfer")
-    results = []
-    for name, times in seconds.items():
-        ratio = None
-        if own is not None:
-            ratio = statistics.median(t / mine for t, mine in zip(times, own, strict=True))
-        results.append(Result(name, [num_tokens / t for t in times], ratio))
-    bound, roofline = (
-        num_tokens / floor_seconds(model, work, limits, DTYPES[dtype], overlap=overlap)
-        for overlap in (False, True)
+    comparisons = []
+    for task, rounds in zip(tasks, seconds, strict=True):
+        bound, roofline = find_limits(task, model, limits, DTYPES[args.dtype])
+        results = {name: judge(name, task, rounds, bound, roofline) for name in rounds}
+        rate = bound and task.num_tokens / bound
+        comparisons.append(Comparison(results, limits, rate, versions))
+    return comparisons
+
+
+def find_limits(
+    task: Task, model: ModelConfig, limits: Limits, dtype: torch.dtype
+) -> tuple[float, float] | tuple[None, None]:
+    """Least seconds: for the tokens that count with nothing overlapped; for the whole, overlapped.
+
+    None with prefix caches: `floor_seconds` counts every prompt token as computed, a hit is not.
+    """
+    if task.has_prefixes:
+        return None, None
+    bound = floor_seconds(model, task.work, limits, dtype)
+    if task.counted == "decode":
+        first = Work(task.work.input_lens, [1] * len(task.work.output_lens))
+        bound -= floor_seconds(model, first, limits, dtype)
+    return bound, floor_seconds(model, task.work, limits, dtype, overlap=True)
+
+
+def judge(
+    name: str,
+    task: Task,
+    rounds: dict[str, list[Round]],
+    bound: float | None,
+    roofline: float | None,
+) -> Result:
+    """An engine's rates beside its rival's and the limits, which are in seconds."""
+    seconds, whole = zip(*rounds[name], strict=True)
+    rival = rounds.get(_RIVALS.get(name, "nanoinfer"))
+    ratio = None
+    if rival is not None and name != "nanoinfer":
+        pairs = zip(seconds, rival, strict=True)
+        ratio = statistics.median(theirs / mine.seconds for theirs, mine in pairs)
+    is_bounded = ENGINES[name].quantization is None
+    if roofline is not None and is_bounded:
+        share(roofline, min(whole))  # raises where a round is faster than can be
+    rate, whole_rate = (statistics.median(1 / t for t in times) for times in (seconds, whole))
+    return Result(
+        [task.num_tokens / t for t in seconds],
+        sum(task.work.output_lens) * whole_rate if task.counted == "decode" else None,
+        ratio,
+        bound * rate if bound and is_bounded else None,
+        roofline * whole_rate if roofline and is_bounded else None,
     )
-    for times in seconds.values():
-        share(num_tokens / roofline, min(times))  # raises where a round is faster than can be
-    return Comparison(results, limits, bound, roofline)
 
 
 def describe(args: argparse.Namespace, comparison: Comparison) -> str:
     """A section of Markdown."""
-    work, limits = WORKS[args.work], comparison.limits
+    task, limits = WORKS[args.work], comparison.limits
     chosen = f"--model {args.label}" if args.model else f"--shape {args.shape}"
+    chosen += "".join(f" --{name.replace('_', '-')}-python PYTHON" for name in args.peers)
+    versions = {k: v for found in comparison.versions.values() for k, v in found.items()}
     lines = [
         f"## {datetime.date.today()}: {args.work}, {args.label}",
         "",
-        f"{work}, {args.dtype}, "
+        f"{task}, {args.dtype}, "
         f"{args.rounds} rounds, threads of each engine: {limits.num_threads}. {cpu_name()}.",
-        ", ".join(f"{name} {version}" for name, version in versions().items()) + ".",
+        ", ".join(f"{name} {version}" for name, version in versions.items()) + ".",
         "",
         f"`python benchmarks/compare.py {chosen} --work {args.work} --dtype {args.dtype} "
         f"--engines {' '.join(args.engines)} --rounds {args.rounds}`",
         "",
-        "| engine | tok/s, median | min..max | share of the limit | nanoinfer : engine |",
+        f"| engine | {task.counted} tok/s, median | min..max | share of the limit "
+        "| nanoinfer : engine |",
         "| --- | ---: | ---: | ---: | ---: |",
     ]
-    for result in comparison.results:
-        is_peer = result.ratio is not None and result.name != "nanoinfer"
+    for name, result in comparison.results.items():
+        low, high = min(result.rates), max(result.rates)
+        judged = "" if result.share is None else f"{result.share:.0%}"
+        ratio = "" if result.ratio is None else f"{result.ratio:.2f}"
         lines.append(
-            f"| {result.name} | {result.median:.1f} "
-            f"| {min(result.rates):.1f}..{max(result.rates):.1f} "
-            f"| {result.median / comparison.bound:.0%} "
-            f"| {f'{result.ratio:.2f}' if is_peer else ''} |"
+            f"| {name} | {result.median:.1f} | {low:.1f}..{high:.1f} | {judged} | {ratio} |"
         )
-    lines += [
-        "",
-        f"The limit is {comparison.bound:.1f} tok/s with nothing overlapped "
-        f"({comparison.roofline:.1f} where reading and computing hide each other): "
-        f"{limits.read / 1e9:.1f} GB/s read, {limits.bf16 / 1e12:.2f} bf16 and "
-        f"{limits.fp32 / 1e12:.2f} fp32 TFLOP/s, measured in the same run.",
-        "",
-    ]
-    return "\n".join(lines)
+    rates = f"{limits.read / 1e9:.1f} GB/s read, {limits.bf16 / 1e12:.2f} bf16"
+    rates += f" and {limits.fp32 / 1e12:.2f} fp32 TFLOP/s, measured in the same run."
+    if comparison.bound:
+        rates = f"The limit is {comparison.bound:.1f} tok/s with nothing overlapped: {rates}"
+    return "\n".join([*lines, "", rates, ""])
 
 
 def summarise(args: argparse.Namespace, comparison: Comparison) -> dict[str, Any]:
     """What the JSON line holds."""
-    summary: dict[str, Any] = {"model": args.label, "work": args.work, "dtype": args.dtype}
-    for result in comparison.results:
-        summary[f"tokens_per_second_{result.name}"] = round(result.median, 2)
-        summary[f"share_{result.name}"] = round(result.median / comparison.bound, 3)
-        summary[f"share_of_roofline_{result.name}"] = round(result.median / comparison.roofline, 3)
-        if result.ratio is not None and result.name != "nanoinfer":
-            summary[f"ratio_{result.name}"] = round(result.ratio, 3)
+    summary: dict[str, Any] = {"date": str(datetime.date.today()), "commit": commit()}
+    summary |= {"model": args.label, "work": args.work, "dtype": args.dtype}
+    summary |= {"cpu": cpu_name(), "threads": comparison.limits.num_threads, "rounds": args.rounds}
+    for name, result in comparison.results.items():
+        found = {
+            "tokens_per_second": result.median,
+            "whole_tokens_per_second": result.whole_rate,
+            "share": result.share,
+            "share_of_roofline": result.share_of_roofline,
+            "ratio": result.ratio,
+        }
+        summary |= {f"{k}_{name}": round(v, 3) for k, v in found.items() if v is not None}
     limits = {k: round(v) for k, v in dataclasses.asdict(comparison.limits).items()}
-    return summary | {"limits": limits, "cpu": cpu_name(), "versions": versions()}
+    return summary | {"limits": limits, "versions": comparison.versions}
 
 
 def cpu_name() -> str:
@@ -276,50 +196,100 @@ def cpu_name() -> str:
     return platform.processor() or platform.machine()
 
 
-def versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("nanoinfer", "torch", "transformers"):
-        try:
-            found[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            found[name] = "(source tree)"
-    return found
-
-
-def parse_args() -> argparse.Namespace:
+def parse_args(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="Compare nanoinfer with its peers on a CPU.")
     model = parser.add_mutually_exclusive_group()
     model.add_argument("--shape", choices=SHAPES, help="random weights (default: qwen3-0.6b)")
     model.add_argument("--model", help="a folder, a GGUF file or a hub id")
     parser.add_argument("--work", choices=WORKS, default="offline")
-    parser.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES))
+    parser.add_argument(
+        "--engines",
+        nargs="+",
+        choices=ENGINES,
+        metavar="ENGINE",
+        help=f"of {', '.join(ENGINES)}; default: those whose interpreter is given, as they are",
+    )
+    parser.add_argument("--vllm-python", metavar="PYTHON", help="an interpreter that has vLLM")
+    parser.add_argument("--llama-cpp-python", metavar="PYTHON", help="one that has llama_cpp")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", type=Path, help="append the section to this Markdown file")
-    parser.add_argument("--serve", choices=ENGINES, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    file: dict[str, Any] = {"type": Path, "metavar": "FILE"}
+    parser.add_argument("--out", **file, help="append the section to this Markdown file")
+    parser.add_argument("--history", **file, default=DEFAULT, help=f"JSON lines ({DEFAULT.name})")
+    parser.add_argument("--no-history", action="store_const", const=None, dest="history")
+    parser.add_argument("--plot", **file, help="draw rates by batch size in place of a work")
+    args = parser.parse_args(arguments)
     if args.rounds < 1:
         parser.error(f"--rounds: got {args.rounds}, need at least 1")
     if args.model is None:
         args.shape = args.shape or "qwen3-0.6b"
-    args.engines = list(dict.fromkeys(args.engines))
     args.label = args.shape or Path(args.model).name
+    choose_engines(parser, args)
+    if args.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot: needs matplotlib; try pip install 'nanoinfer[bench]'")
     return args
 
 
-def main() -> None:
-    args = parse_args()
+def choose_engines(parser: argparse.ArgumentParser, args: argparse.Namespace) -> None:
+    """Fill in the default engines, or refuse those that cannot do the work."""
+    pythons = {"nanoinfer": sys.executable, "vllm": args.vllm_python}
+    pythons |= {"llama_cpp": args.llama_cpp_python, "transformers": sys.executable}
+    tasks = list(BATCHES.values()) if args.plot else [WORKS[args.work]]
+    is_single = all(len(task.work.input_lens) == 1 for task in tasks)
+    has_prefixes = any(task.has_prefixes for task in tasks)
+    if args.engines is None:
+        able = [name for name in pythons if is_single or name != "llama_cpp"]
+        args.engines = [name for name in able if pythons[name] is not None]
+    args.engines = list(dict.fromkeys(args.engines))
+    for name in args.engines:
+        variant = ENGINES[name]
+        if pythons[variant.engine] is None:
+            option = f"--{variant.engine.replace('_', '-')}-python"
+            parser.error(f"--engines {name}: need {option}, an interpreter that has it")
+        if variant.engine == "llama_cpp" and not is_single:
+            parser.error(f"--engines {name}: runs one sequence at a time; try latency or prefill")
+        if name == "nanoinfer_no_cache" and not has_prefixes:
+            parser.error(f"--engines {name}: the cache is off anyway; try --work prefix or chat")
+    used = {ENGINES[name].engine for name in args.engines}
+    args.pythons, args.peers = pythons, [name for name in ("vllm", "llama_cpp") if name in used]
+
+
+def main(arguments: list[str] | None = None) -> None:
+    args = parse_args(arguments)
     folder = make_checkpoint(args.shape) if args.shape else find_checkpoint(args.model)
-    if args.serve:
-        return serve(args.serve, folder, args.dtype)
-    comparison = compare(folder, WORKS[args.work], args.engines, args.dtype, args.rounds)
+    if args.plot:
+        return plot_batches(args, folder)
+    (comparison,) = compare(args, folder, [WORKS[args.work]])
     section = describe(args, comparison)
     print("\n" + section)
     if args.out:
         args.out.parent.mkdir(parents=True, exist_ok=True)
         with args.out.open("a") as file:
             file.write("\n" + section)
-    print(json.dumps(summarise(args, comparison)))
+    summary = summarise(args, comparison)
+    if args.history:
+        for line in record(args.history, summary):
+            print(line)
+    print(json.dumps(summary))
+
+
+def plot_batches(args: argparse.Namespace, folder: Path) -> None:
+    """Run every batch size, and draw each engine's rates and the limit."""
+    from plot import draw  # matplotlib is in no other extra
+
+    comparisons = compare(args, folder, list(BATCHES.values()))
+    curves = {
+        name: [comparison.results[name].median for comparison in comparisons]
+        for name in args.engines
+    }
+    bounds = [comparison.bound or 0.0 for comparison in comparisons]
+    title = f"{args.label}, {args.dtype}: 128 tokens in, 64 out\n{cpu_name()}"
+    title += f", {comparisons[0].limits.num_threads} threads"
+    draw(args.plot, list(BATCHES), curves, bounds, title)
+    rates = {name: [round(rate, 2) for rate in rates] for name, rates in curves.items()}
+    about = {"model": args.label, "dtype": args.dtype, "batch_sizes": list(BATCHES)}
+    bounds = [round(bound, 2) for bound in bounds]
+    print(json.dumps(about | {"limit": bounds, "tokens_per_second": rates}))
 
 
 if __name__ == "__main__":
