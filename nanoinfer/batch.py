@@ -80,6 +80,11 @@ class Batch:
     sampling: SamplingBatch | None
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
+    @property
+    def is_decoding(self) -> bool:
+        """Every sequence has one token."""
+        return len(self.input_ids) == self.num_entries
+
     @staticmethod
     def build(step: list[ScheduledSequence], block_size: int, device: torch.device) -> "Batch":
         """Flatten a step and upload it."""

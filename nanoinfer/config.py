@@ -55,7 +55,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     """Reuse KV blocks of equal prefixes."""
     enforce_eager: bool = False
-    """No torch.compile."""
+    """No torch.compile, and no recording of decoding steps."""
     compile: bool | None = None
     """torch.compile the fused elementwise layers. None: on CUDA only."""
     kernels: Literal["auto", "ref"] = "auto"

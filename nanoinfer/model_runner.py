@@ -17,6 +17,7 @@ from torch import Tensor
 
 from nanoinfer.batch import Batch
 from nanoinfer.config import DTYPES, QUANTIZED, EngineConfig
+from nanoinfer.cpu_graphs import CpuGraphs
 from nanoinfer.kernels import select_kernels
 from nanoinfer.kernels.build import cpu_features
 from nanoinfer.loader import load_weights
@@ -58,11 +59,16 @@ class ModelRunner:
         self.num_kv_blocks = self._count_kv_blocks(config, longest)
         self.max_model_len = self._choose_max_model_len(config, longest)
         self._caches = self._allocate(1 + self.num_kv_blocks)  # block 0 is the null block
+        self._graphs: CpuGraphs | None = None
+        if self.kernels.recorder is not None and not config.enforce_eager:
+            longest_table = -(-self.max_model_len // config.block_size)
+            recorded = (self.kernels.recorder, longest_table)
+            self._graphs = CpuGraphs(self._model, self._caches, *recorded)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledTokens]:
         """One step: forward, logits of the rows that matter, sampling."""
-        hidden = self._model(batch, self._caches)  # [T, E]
+        hidden = self._forward(batch)  # [T, E]
         results = [SampledTokens([])] * batch.num_entries
         if batch.sampling is not None:
             logits = self._model.logits(hidden[batch.logits_indices])  # [R, V]
@@ -74,6 +80,11 @@ class ModelRunner:
             found = self._prompt_logprobs(hidden[wanted.rows], wanted.targets, wanted.num_logprobs)
             results[wanted.entry] = results[wanted.entry]._replace(prompt_logprobs=found)
         return results
+
+    def _forward(self, batch: Batch) -> Tensor:
+        if self._graphs is not None and self._graphs.can_run(batch):
+            return self._graphs.run(batch)
+        return self._model(batch, self._caches)
 
     def _prompt_logprobs(
         self, hidden: Tensor, targets: list[int], num_logprobs: int

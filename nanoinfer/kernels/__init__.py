@@ -25,6 +25,7 @@ from nanoinfer.kernels.norm_rope_store import (
 )
 from nanoinfer.kernels.paged_attention import make_paged_attention_cpu, paged_attention_ref
 from nanoinfer.kernels.quantize import Quantized
+from nanoinfer.kernels.record import Recorder
 from nanoinfer.kernels.rms_norm import (
     RmsNormCpu,
     add_rms_norm_ref,
@@ -54,6 +55,7 @@ class Kernels(NamedTuple):
     norm_rope_store: Callable[..., Tensor] = norm_rope_store_ref
     paged_attention: Callable[..., Tensor] = paged_attention_ref
     draw: Callable[..., Tensor] = draw_ref
+    recorder: Recorder | None = None  # of all calls of these kernels
 
 
 # What torch.compile fuses: elementwise, with at most a sum over a row.
@@ -75,7 +77,7 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
     if use_compile:
         compiled = {op: _compile(getattr(Kernels(), op)) for op in _ELEMENTWISE}  # references
         fused = make_norm_rope_store(_compile(norm_rope_ref), table.store_kv)
-        table = table._replace(**compiled, norm_rope_store=fused)
+        table = table._replace(**compiled, norm_rope_store=fused, recorder=None)
     return table
 
 
@@ -93,11 +95,12 @@ def _own_copy(function: Any) -> FunctionType:
 
 def _cpu_kernels() -> Kernels:
     try:
-        library = load_library()
+        built = load_library()
     except KernelBuildError as error:
         logger.warning("no C++ kernels, running the PyTorch references (slower): %s", error)
         return Kernels(pack_weight=LinearCpu(None, 1).pack)
-    threads = num_threads(library)
+    threads = num_threads(built)
+    library: Any = Recorder(built)
     norms = RmsNormCpu(library, threads)
     return Kernels(
         name="cpu",
@@ -112,4 +115,5 @@ def _cpu_kernels() -> Kernels:
         norm_rope_store=make_norm_rope_store_cpu(library, threads),
         paged_attention=make_paged_attention_cpu(library, threads),
         draw=make_draw_cpu(library, threads),
+        recorder=library,
     )

@@ -3,9 +3,9 @@
 // In:  logits [R, V] fp32, rows `stride` apart, overwritten with scores; how each row is drawn.
 // Out: ids [R]. A row is read from memory once: the passes that follow find it in the cache.
 //
-//     score = (logit - largest) / temperature                                  so that none is > 0
+//     score = (logit - largest) / temperature                             so that none is > 0
 //     least = the smallest score that min_p, then top_k, then top_p leave
-//     id    = argmax of score + noise(key, id) over scores >= least            ids of equals: the lowest
+//     id    = argmax of score + noise(key, id) over scores >= least       of equals the lowest
 //
 // Noise is below MAX_NOISE and above `best` for a given hash and more, so a vector of ids is hashed
 // only if a score can still win, and logarithms are taken only where the hash can.
@@ -108,7 +108,8 @@ float search(Pool pool, double target) {
     const auto [low, high] = std::minmax_element(pool.begin(), pool.end());
     if (*low == *high) return *low;
     const float middle = (*low + *high) / 2, split = middle > *low ? middle : *high;
-    const auto lower = std::partition(pool.begin(), pool.end(), [&](float x) { return x >= split; });
+    const auto lower =
+        std::partition(pool.begin(), pool.end(), [&](float x) { return x >= split; });
     const double mass = mass_of(pool.data(), lower - pool.begin());
     if (mass >= target) {
       pool.erase(lower, pool.end());

@@ -241,7 +241,7 @@ class LinearCpu:
         def multiply(x: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
             x, y = _prepare(x, x.dtype, N, K, is_wide)
             scratch = torch.empty(len(x) * (K + 8), dtype=torch.uint8)
-            bias = bias if bias is None else bias.float()
+            assert bias is None or bias.dtype == torch.float32, "quantize widens it"
             tensors = pointers(y, x, blocks, bias, scales, sums, scratch)
             flags = x.dtype == torch.bfloat16, y.dtype == torch.float32
             self._int8(*flags, *tensors, *_sizes(x, y), self._threads)

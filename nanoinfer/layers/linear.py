@@ -79,6 +79,8 @@ class Linear(nn.Module):
         if dtype not in _KINDS:
             raise ValueError(f"dtype: got {dtype}, need one of {', '.join(map(str, _KINDS))}")
         self.weight.data, self.scales = _KINDS[dtype](self.weight.data)
+        if self.bias is not None:
+            self.bias.data = self.bias.data.float()  # it is added to sums in fp32
 
     def _check_plain(self, name: str) -> None:
         if self.scales is not None or self._packed is not None:

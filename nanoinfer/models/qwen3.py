@@ -14,6 +14,7 @@ to norm, which adds to it (layernorm.py).
 T tokens, H query heads, KV key-value heads, D head dim, E hidden, V vocabulary, R sampled rows.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -91,9 +92,18 @@ class Decoder(nn.Module):
         )
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps, kernels, **factory)
 
-    def forward(self, batch: Batch, caches: list[KVCache]) -> Tensor:
-        hidden, residual = self.embed_tokens(batch.input_ids), None  # [T, E]
-        for layer, cache in zip(self.layers, caches, strict=True):
+    def forward(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        caches: list[KVCache],
+        start_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        """Embedded tokens [T, E] -> hidden states [T, E]. start_layer is told which one begins."""
+        residual = None
+        for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
+            if start_layer is not None:
+                start_layer(i)
             hidden, residual = layer(hidden, residual, cache, batch)
         hidden, _ = self.norm(hidden, residual)
         return hidden
@@ -140,7 +150,20 @@ class CausalLM(nn.Module):
         return [self._cache_spec] * len(self.model.layers)
 
     def forward(self, batch: Batch, caches: list[KVCache]) -> Tensor:
-        return self.model(batch, caches)  # [T, E], after the final norm
+        """[T, E], after the final norm."""
+        return self.run_layers(self.embed(batch.input_ids), batch, caches)
+
+    def embed(self, input_ids: Tensor) -> Tensor:
+        return self.model.embed_tokens(input_ids)  # [T, E]
+
+    def run_layers(
+        self,
+        hidden: Tensor,
+        batch: Batch,
+        caches: list[KVCache],
+        start_layer: Callable[[int], None] | None = None,
+    ) -> Tensor:
+        return self.model(hidden, batch, caches, start_layer)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> [R, V] in fp32: sampling compares small differences."""
