@@ -40,7 +40,7 @@ def run(folder, **options) -> tuple[list, list[int]]:
 
 
 @pytest.mark.parametrize("options", FORMS)
-@pytest.mark.parametrize("model", ["qwen3", "qwen2", "llama"])
+@pytest.mark.parametrize("model", ["tiny-qwen3", "tiny-qwen2", "tiny-llama"])
 def test_replayed_steps_give_the_tokens_of_the_layers(tiny, model, options):
     folder = tiny(model)
     replayed, recorded = run(folder, **options)
