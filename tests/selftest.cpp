@@ -2,15 +2,16 @@
 // another one under an emulator.
 //
 // In:  nothing; it is linked with all kernels/*.cpp. Out: a line for each kernel; at the first
-// value that is wrong a message and exit status 1. Each kernel is compared with its formula, written
-// here as plain loops over doubles; bit by bit, where it promises bits. Inputs are small, of odd
-// sizes, in fp32 and bf16, from a fixed generator.
+// value that is wrong a message and exit status 1. Each kernel is compared with its formula, as
+// plain loops over doubles; bit by bit, where it promises bits. Inputs are small, of odd sizes, in
+// fp32 and bf16, from a fixed generator.
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <limits>
 #include <type_traits>
 #include <vector>
@@ -37,7 +38,12 @@ i64 nanoinfer_store_kv(void*, void*, const void*, const void*, const i64*, i64, 
 i64 nanoinfer_paged_attention(int, void*, const void*, const void*, const void*, const int32_t*,
                               const int32_t*, const int32_t*, i64, i64, i64, i64, i64, i64, i64,
                               i64, i64, float, int);
-i64 nanoinfer_draw_wide(const float*, i64, uint32_t, uint32_t, float);
+void nanoinfer_draw(float*, i64, i64, i64, const float*, const i64*, const float*, const float*,
+                    const uint32_t*, i64*, int);
+void nanoinfer_linear_bf16(int, void*, const void*, const void*, const bf16*, i64, i64, i64, i64,
+                           i64, int);
+void nanoinfer_linear_int8(int, int, void*, const void*, const void*, const float*, const float*,
+                           const int32_t*, void*, i64, i64, i64, i64, i64, int);
 }
 
 const int THREADS = 2;
@@ -88,13 +94,18 @@ void fail(const char* what, i64 at, double found, double expected) {
 // roundings: how many the kernel does, each of at most half a step of the type.
 template <class T>
 void expect(const char* what, const Vec<T>& found, const Vec<double>& expected, double roundings,
-            double absolute = 0) {
+            const Vec<double>& absolute) {
   num_cases++;
   for (size_t i = 0; i < expected.size(); i++) {
-    const double allowed = absolute + roundings * half_step<T>() * std::fabs(expected[i]);
+    const double allowed = absolute[i] + roundings * half_step<T>() * std::fabs(expected[i]);
     if (!(std::fabs(value(found[i]) - expected[i]) <= allowed))
       fail(what, i, value(found[i]), expected[i]);
   }
+}
+template <class T>
+void expect(const char* what, const Vec<T>& found, const Vec<double>& expected, double roundings,
+            double absolute = 0) {
+  expect(what, found, expected, roundings, Vec<double>(expected.size(), absolute));
 }
 template <class T> void expect_bits(const char* what, const Vec<T>& found, const Vec<T>& expected) {
   num_cases++;
@@ -382,7 +393,7 @@ template <class T> void test_paged_attention(i64 H, i64 KV, i64 D) {
   };
   const i64 status = run(out);
   if (status != -1) fail("paged_attention, status", 0, status, -1);
-  Vec<double> expected(q.size());
+  Vec<double> expected(q.size()), squares(q.size());
   for (i64 s = 0; s < S; s++)
     for (i64 t = bounds[s]; t < bounds[s + 1]; t++)
       for (i64 h = 0; h < H; h++) {
@@ -393,39 +404,227 @@ template <class T> void test_paged_attention(i64 H, i64 KV, i64 D) {
           for (i64 d = 0; d < D; d++) score += value(q[(t * H + h) * D + d]) * value(k[at + d]);
           const double weight = std::exp(score * scale);
           total += weight;
-          for (i64 d = 0; d < D; d++) sums[d] += weight * value(v[at + d]);
+          for (i64 d = 0; d < D; d++) {
+            const double product = weight * value(v[at + d]);
+            sums[d] += product, squares[(t * H + h) * D + d] += product * product;
+          }
         }
-        for (i64 d = 0; d < D && total > 0; d++) sums[d] /= total;
+        for (i64 d = 0; d < D && total > 0; d++) {
+          double& allowed = squares[(t * H + h) * D + d];
+          allowed = 2e-6 + (is_bf16<T> ? 3 * half_step<T>() * std::sqrt(allowed) / total : 0);
+          sums[d] /= total;
+        }
       }
-  expect("paged_attention", out, expected, 1.1, 2e-6);
+  // Weights are rounded to the values' type, each its own way: errors add up as their squares do.
+  expect("paged_attention", out, expected, 1.1, squares);
   tables[2 * M] = blocks;
   if (run(out) != 2) fail("paged_attention, bad block", 0, run(out), 2);
 }
 
-void test_draw_wide() {
-  const i64 V = 1000;
-  const uint32_t mask = (1u << 24) - 1, key = 12345;
-  const auto mix = [](uint32_t x) {
-    x = (x ^ (x >> 16)) * 0x85ebca6bu;
-    x = (x ^ (x >> 13)) * 0xc2b2ae35u;
-    return x ^ (x >> 16);
+const uint32_t MASK = (1u << 24) - 1;
+uint32_t mix(uint32_t x) {
+  x = (x ^ (x >> 16)) * 0x85ebca6bu;
+  x = (x ^ (x >> 13)) * 0xc2b2ae35u;
+  return x ^ (x >> 16);
+}
+// The key with which this id has the largest noise there is: mix() backwards.
+uint32_t key_of(uint32_t id) {
+  const auto divide = [](uint32_t x, uint32_t by) {  // modulo 2^32, Newton's iteration
+    uint32_t inverse = by;
+    for (int i = 0; i < 5; i++) inverse *= 2 - by * inverse;
+    return x * inverse;
   };
-  Vec<float> scores(V);
-  for (float& score : scores) score = random_number() - 2;
-  uint32_t smallest = 0;
-  for (float threshold : {-INFINITY, -2.f, -INFINITY, -2.f}) {
-    i64 best = 0;
+  uint32_t x = divide(MASK ^ (MASK >> 16), 0xc2b2ae35u);
+  x = divide(x ^ (x >> 13) ^ (x >> 26), 0x85ebca6bu);
+  return x ^ (x >> 16) ^ mix(id);
+}
+
+struct Filters { float temperature; i64 top_k; float top_p, min_p; };
+
+// The smallest score that is kept, by a full sort.
+double threshold(const Vec<double>& scores, const Filters& filters) {
+  Vec<double> kept;
+  for (double score : scores)
+    if (score > -INFINITY && score >= std::log(filters.min_p)) kept.push_back(score);
+  std::sort(kept.begin(), kept.end(), std::greater<>());
+  if (filters.top_k > 0 && filters.top_k < i64(kept.size())) {
+    size_t count = filters.top_k;
+    while (count < kept.size() && kept[count] == kept[count - 1]) count++;  // with all ties
+    kept.resize(count);
+  }
+  if (filters.top_p >= 1) return kept.back();
+  double total = 0, mass = 0;
+  for (double score : kept) total += std::exp(score);
+  for (double score : kept)
+    if ((mass += std::exp(score)) >= filters.top_p * total) return score;
+  return kept.back();
+}
+
+// kind 0: any numbers. 1: ties. 2: a third of the ids is forbidden. 3: nearly the same. Each filter
+// with random keys, and with those that make the last id that is kept, and the first that is not,
+// win if it can.
+void test_draw(i64 V, int kind) {
+  const Vec<Filters> all = {
+      {0, 0, 1, 0},   {1, 0, 1, 0},    {0.5, 0, 1, 0},  {0.1, 0, 0.99, 0},  {0, 3, 0.5, 0.5},
+      {1, 3, 1, 0},   {1, 70, 1, 0},   {2, 900, 1, 0},  {1, 9999, 1, 0},    {1, 0, 1, 0.2},
+      {1, 0, 1, 1},   {1, 0, 0.5, 0},  {2, 0, 0.9, 0},  {1, 0, 1e-6, 0},    {1, 10, 0.7, 0},
+      {2, 0, 0.8, 0.1}, {2, 500, 0.9, 0.1}, {1, 2000, 0.9, 0}};
+  const i64 each = 7, R = all.size() * each, stride = V + 3;
+  Vec<float> logits = poison<float>(R * stride), temperatures, top_p, min_p;
+  Vec<i64> top_k, expected, ids(R, -1);
+  Vec<uint32_t> keys;
+  for (i64 r = 0; r < R; r++) {
+    const Filters& filters = all[r / each];
+    float* row = &logits[r * stride];
+    for (i64 i = 0; i < V; i++) {
+      row[i] = kind == 1 ? std::round(random_number() * 4) : random_number() * 3;
+      if (kind == 2 && i % 3 == 1) row[i] = -INFINITY;
+      if (kind == 3) row[i] /= 1000;
+    }
+    const float top = *std::max_element(row, row + V);
+    Vec<double> scores(V);
+    for (i64 i = 0; i < V; i++)  // rounded as the kernel rounds
+      scores[i] = filters.temperature == 0 ? row[i] : (row[i] - top) / filters.temperature;
+    const double least = filters.temperature == 0 ? top : threshold(scores, filters);
+    i64 last = 0, next = 0;
+    for (i64 i = 0; i < V; i++) {
+      if (scores[i] == least) last = i;
+      if (scores[i] < least && (scores[next] >= least || scores[i] > scores[next])) next = i;
+    }
+    const i64 which = r % each;
+    keys.push_back(which == 0 ? key_of(last) : which == 1 ? key_of(next) : mix(r + 99));
+    i64 best = -1;
     double highest = -INFINITY;
     for (i64 i = 0; i < V; i++) {
-      const uint32_t hash = mix(key ^ mix(i)) & mask;
-      const double noisy = scores[i] - std::log(-std::log((hash + 0.5) / (mask + 1.0)));
-      if (hash >= smallest && scores[i] >= threshold && noisy > highest) highest = noisy, best = i;
+      const double u = ((mix(keys[r] ^ mix(i)) & MASK) + 0.5) / (MASK + 1.0);
+      const double noisy = scores[i] - (filters.temperature == 0 ? 0 : std::log(-std::log(u)));
+      if (scores[i] >= least && noisy > highest) highest = noisy, best = i;
     }
-    const i64 found = nanoinfer_draw_wide(scores.data(), V, key, smallest, threshold);
-    if (found != best) fail("draw_wide", 0, found, best);
-    smallest = (mix(key ^ mix(best)) & mask) + 1;  // the next draw is without this one
+    expected.push_back(best);
+    temperatures.push_back(filters.temperature), top_k.push_back(filters.top_k);
+    top_p.push_back(filters.top_p), min_p.push_back(filters.min_p);
+  }
+  for (int threads : {1, THREADS, 3}) {
+    Vec<float> scores = logits;
+    nanoinfer_draw(scores.data(), R, V, stride, temperatures.data(), top_k.data(), top_p.data(),
+                   min_p.data(), keys.data(), ids.data(), threads);
+    for (i64 r = 0; r < R; r++) {
+      if (ids[r] != expected[r]) fail("draw", r, ids[r], expected[r]);
+      for (i64 i = V; i < stride; i++)
+        if (scores[r * stride + i] == scores[r * stride + i]) fail("draw, beside", r, i, NAN);
+    }
     num_cases++;
   }
+}
+
+// W [N, K] as [N / 64][K / P][64][P]; rows that fill up the last block are poison.
+template <class T> Vec<T> blocks_of(const Vec<T>& weight, i64 N, i64 K, T filling) {
+  const i64 P = 4 / sizeof(T), num_blocks = (N + 63) / 64;
+  Vec<T> blocks(num_blocks * 64 * K, filling);
+  for (i64 n = 0; n < N; n++)
+    for (i64 k = 0; k < K; k++)
+      blocks[((n / 64 * (K / P) + k / P) * 64 + n % 64) * P + k % P] = weight[n * K + k];
+  return blocks;
+}
+
+// All rows at once, and the first 1, 2, ... of them with any number of threads: the same bits.
+// run(x, out, M, y_stride, threads)
+template <class T, class Out, class F>
+Vec<Out> test_rows(const char* what, const Vec<T>& x, i64 M, i64 N, i64 x_stride, F run) {
+  const i64 y_stride = N + 3;
+  Vec<Out> all = poison<Out>(M * y_stride);
+  run(x.data(), all.data(), M, y_stride, THREADS);
+  for (i64 i = 0; i < M * y_stride; i++)
+    if (i % y_stride >= N && value(all[i]) == value(all[i])) fail(what, i, value(all[i]), NAN);
+  for (i64 rows = 1; rows <= std::min<i64>(M, 20); rows++) {
+    const i64 first = M - rows;  // the last ones: at other places in their tiles
+    Vec<Out> some = poison<Out>(rows * y_stride);
+    run(x.data() + first * x_stride, some.data(), rows, y_stride, 1 + rows % 4);
+    expect_bits(what, some, Vec<Out>(all.begin() + first * y_stride, all.end()));
+  }
+  Vec<Out> dense;
+  for (i64 i = 0; i < M * y_stride; i++)
+    if (i % y_stride < N) dense.push_back(all[i]);
+  return dense;
+}
+
+// Integers: all sums are exact. Then any numbers, within K roundings of the sum.
+template <class Out> void test_linear_bf16(i64 M, i64 N, i64 K, bool has_bias) {
+  for (bool is_exact : {true, false}) {
+    const i64 x_stride = K + 5;
+    auto x = random_numbers<bf16>(M * x_stride), weight = random_numbers<bf16>(N * K);
+    auto bias = random_numbers<bf16>(N);
+    if (is_exact)
+      for (auto* numbers : {&x, &weight, &bias})
+        for (bf16& one : *numbers) one = make<bf16>(std::round(value(one) * 4));
+    const auto blocks = blocks_of<bf16>(weight, N, K, make<bf16>(NAN));
+    const auto found = test_rows<bf16, Out>(
+        "linear_bf16, rows", x, M, N, x_stride,
+        [&](const bf16* from, Out* to, i64 rows, i64 y_stride, int threads) {
+          nanoinfer_linear_bf16(!is_bf16<Out>, to, from, blocks.data(),
+                                has_bias ? bias.data() : nullptr, rows, N, K, x_stride, y_stride,
+                                threads);
+        });
+    Vec<double> sums(M * N);
+    double size = 0;
+    for (i64 m = 0; m < M; m++)
+      for (i64 n = 0; n < N; n++) {
+        double sum = has_bias ? value(bias[n]) : 0;
+        for (i64 k = 0; k < K; k++) sum += value(x[m * x_stride + k]) * value(weight[n * K + k]);
+        sums[m * N + n] = sum, size = std::max(size, std::fabs(sum));
+      }
+    expect("linear_bf16", found, sums, 1, is_exact ? 0 : K * half_step<float>() * (size + 4));
+  }
+}
+
+template <class T, class Out> void test_linear_int8(i64 M, i64 N, i64 K, bool has_bias) {
+  const i64 x_stride = K + 5;
+  auto x = random_numbers<T>(M * x_stride);
+  Vec<int8_t> weight(N * K);
+  for (int8_t& one : weight) one = std::lround(random_number() * 63.5);
+  const auto bias = random_numbers<float>(N);
+  Vec<float> scales(N);
+  Vec<int32_t> sums_of_w(N);
+  for (i64 n = 0; n < N; n++) {
+    scales[n] = (3 + random_number()) / 100;
+    for (i64 k = 0; k < K; k++) sums_of_w[n] += weight[n * K + k];
+  }
+  for (i64 m = 0; m < M; m++)  // rows of many sizes; of zeros, all above and all below 0
+    for (i64 k = 0; k < K; k++) {
+      const double shifted = value(x[m * x_stride + k]) + (m == 2 ? 3 : m == 3 ? -3 : 0);
+      x[m * x_stride + k] = make<T>(m == 1 ? 0 : std::ldexp(shifted, m % 7));
+    }
+  x[0] = make<T>(127.5), x[1] = make<T>(-127.5);  // rounded, this range is 257 wide
+  const auto blocks = blocks_of<int8_t>(weight, N, K, 77);
+  Vec<char> scratch(M * (K + 8));
+  const auto found = test_rows<T, Out>(
+      "linear_int8, rows", x, M, N, x_stride,
+      [&](const T* from, Out* to, i64 rows, i64 y_stride, int threads) {
+        nanoinfer_linear_int8(is_bf16<T>, !is_bf16<Out>, to, from, blocks.data(),
+                              has_bias ? bias.data() : nullptr, scales.data(), sums_of_w.data(),
+                              scratch.data(), rows, N, K, x_stride, y_stride, threads);
+      });
+  Vec<double> expected;
+  double size = 0;
+  for (i64 m = 0; m < M; m++) {
+    float low = 0, high = 0;
+    for (i64 k = 0; k < K; k++) {
+      low = std::min<float>(low, value(x[m * x_stride + k]));
+      high = std::max<float>(high, value(x[m * x_stride + k]));
+    }
+    const float factor = std::max(high - low, 1e-4f) / 255;
+    const i64 zero = std::lrint(-low / factor);
+    for (i64 n = 0; n < N; n++) {
+      i64 sum = 0;
+      for (i64 k = 0; k < K; k++) {
+        const i64 step = std::lrint(float(value(x[m * x_stride + k])) / factor) + zero;
+        sum += (std::min<i64>(std::max<i64>(step, 0), 255) - zero) * weight[n * K + k];
+      }
+      expected.push_back(double(sum) * factor * scales[n] + (has_bias ? bias[n] : 0));
+      size = std::max(size, std::fabs(expected.back()));
+    }
+  }
+  expect("linear_int8", found, expected, is_bf16<Out> ? 1 : 4, 4 * half_step<float>() * size);
 }
 
 template <class T> void test_all_of(void (*of_size)(i64)) {
@@ -465,7 +664,25 @@ int main() {
   test_paged_attention<float>(9, 3, 18);
   test_paged_attention<bf16>(9, 3, 18);
   done("paged_attention");
-  test_draw_wide();
-  done("draw_wide");
+  for (i64 V : {1, 5, 64, 1003, 3001})
+    for (int kind : {0, 1, 2, 3}) test_draw(V, kind);
+  done("draw");
+  for (i64 N : {5, 64, 100, 128, 192})
+    for (i64 K : {32, 96, 1056})
+      for (bool has_bias : {false, true}) {
+        test_linear_bf16<float>(20, N, K, has_bias);
+        test_linear_bf16<bf16>(20, N, K, has_bias);
+      }
+  test_linear_bf16<bf16>(600, 64, 96, true);
+  done("linear_bf16");
+  for (i64 N : {5, 64, 100, 128, 192})
+    for (i64 K : {4, 96, 1056})
+      for (bool has_bias : {false, true}) {
+        test_linear_int8<float, float>(20, N, K, has_bias);
+        test_linear_int8<bf16, bf16>(20, N, K, has_bias);
+        test_linear_int8<bf16, float>(20, N, K, has_bias);
+      }
+  test_linear_int8<bf16, bf16>(600, 64, 96, true);
+  done("linear_int8");
   return 0;
 }

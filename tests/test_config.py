@@ -365,6 +365,7 @@ BAD_VALUES: dict[str, tuple] = {
     "model": ("", None, 3),
     "tokenizer": (3,),
     "dtype": ("int8", "fp32", None, torch.int8),
+    "quantization": ("int4", "fp8", "", 8, True, torch.int8),
     "device": ("tpu", "", "cpuu", None, "cpu:x", "cuda:x"),
     "max_model_len": COUNTS,
     "max_num_seqs": (*COUNTS, None),
@@ -403,6 +404,8 @@ def test_every_choice_has_bad_values():
 @pytest.mark.parametrize(
     "change",
     [
+        {"quantization": "int8"},
+        {"quantization": None},
         {"device": "cpu"},
         {"device": "cuda"},
         {"device": "cuda:0"},
@@ -470,6 +473,7 @@ OTHER_VALUES = {
     "model": "folder",
     "tokenizer": "other",
     "dtype": "bfloat16",
+    "quantization": "int8",
     "device": "cpu",
     "max_model_len": 77,
     "max_num_seqs": 3,

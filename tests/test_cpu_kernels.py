@@ -495,7 +495,9 @@ def test_refusals(op, arguments, message):
 def test_engine_gets_the_twins():
     twin("rms_norm")
     table = select_kernels(torch.device("cpu"), "auto", use_compile=False)
-    for op in MAKERS:
+    ops = {*Kernels._fields} - {"name", "recorder"}
+    assert ops == {*MAKERS, "paged_attention", "draw", "pack_weight"}
+    for op in ops:
         assert getattr(table, op) is not getattr(Kernels(), op)
     compiled = select_kernels(torch.device("cpu"), "auto", use_compile=True)
     x, weight = torch.randn(3, 64), torch.randn(64)

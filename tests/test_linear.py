@@ -4,6 +4,7 @@ Values are small integers (or eighths) wherever rounding is not the question: th
 in fp32, so that the right answer is one bit pattern, whatever order a body adds in.
 """
 
+import functools
 import itertools
 import math
 import os
@@ -15,21 +16,29 @@ from pathlib import Path
 
 import pytest
 import torch
+from conftest import NEEDED, kernel_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 import nanoinfer
-from nanoinfer import LLM
+from nanoinfer import LLM, SamplingParams
+from nanoinfer.kernels.build import KernelBuildError
 from nanoinfer.kernels.linear import (
     BLOCK,
+    LinearCpu,
+    PackedWeight,
     check_out,
     empty_rows,
     flatten_rows,
     has_aligned_rows,
+    linear_ref,
+    pack_never,
     quantize_blocks_fp8,
     quantize_rows_int8,
+    quantize_tokens,
+    rows_of_blocks,
 )
 from nanoinfer.kernels.quantize import FP8, Quantized, ScaleLayout, dequantize, quantize_ref
 from nanoinfer.layers.embedding import Embedding
@@ -52,19 +61,36 @@ has_packing = torch.backends.mkldnn.is_available() and bool(
 )
 needs_packing = pytest.mark.skipif(not has_packing, reason="this CPU has no bf16 instructions")
 packed_param = pytest.param("packed", marks=needs_packing)
+onednn_param = pytest.param("onednn", marks=needs_packing)
 
-# name: dtype of x, and what the weight is turned into
-KINDS: dict[str, tuple[torch.dtype, torch.dtype | str | None]] = {
-    "fp32": (FP32, None),
-    "bf16": (BF16, None),
-    "packed": (BF16, "packed"),
-    "int8": (FP32, torch.int8),
-    "int8-bf16": (BF16, torch.int8),
-    "fp8": (FP32, FP8),
-    "fp8-bf16": (BF16, FP8),
+# name: dtype of x, what the weight is turned into, and the kernels that pack it
+KINDS: dict[str, tuple[torch.dtype, torch.dtype | None, str | None]] = {
+    "fp32": (FP32, None, None),
+    "bf16": (BF16, None, None),
+    "packed": (BF16, None, "native"),
+    "onednn": (BF16, None, "onednn"),
+    "int8": (FP32, torch.int8, None),
+    "int8-bf16": (BF16, torch.int8, None),
+    "int8-packed": (FP32, torch.int8, "native"),
+    "int8-bf16-packed": (BF16, torch.int8, "native"),
+    "fp8": (FP32, FP8, None),
+    "fp8-bf16": (BF16, FP8, None),
 }
-PLAIN = ["fp32", "bf16", packed_param]  # one contract, three bodies
-ALL = [packed_param if kind == "packed" else kind for kind in KINDS]
+PLAIN = ["fp32", "bf16", packed_param, onednn_param]  # one contract, four bodies
+INT8 = ["int8", "int8-bf16", "int8-packed", "int8-bf16-packed"]
+ALL = [*PLAIN, *INT8, "fp8", "fp8-bf16"]
+assert len(ALL) == len(KINDS)
+
+
+@functools.cache
+def linear_cpu(name: str, threads: int = 2) -> LinearCpu:
+    """With the C++ library built for a CPU, or as it is where none can be built."""
+    return LinearCpu(None, 1) if name == "onednn" else LinearCpu(kernel_library(name), threads)
+
+
+def has_own_kernel(kind: str, K: int) -> bool:
+    """Blocks that our kernel reads: whole steps, as oneDNN rounds them up for bf16."""
+    return KINDS[kind][2] == "native" and K % (32 if KINDS[kind][1] is None else 4) == 0
 
 
 def random(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
@@ -80,17 +106,20 @@ def make(
     kind: str, K: int, N: int, bias: bool = False, weight: Tensor | None = None
 ) -> tuple[Linear, Tensor, Tensor]:
     """A layer of integers, its weight and its bias (zeros if none) in fp64."""
-    dtype, form = KINDS[kind]
+    dtype, form, packer = KINDS[kind]
     linear = Linear(K, N, bias, dtype=dtype, device=CPU)
     weight = (integers(N, K, seed=1) if weight is None else weight).to(dtype)
     vector = (integers(N, seed=2) / 4).to(dtype)
     linear.load("weight", "", weight)
     if bias:
         linear.load("bias", "", vector)
-    if form == "packed":
-        linear.pack()
-    elif form is not None:
+    if form is not None:
         linear.quantize(form)
+    if packer is not None:
+        packed = linear.pack(linear_cpu(packer).pack)
+        is_read_by_us = packed is not None and packed.blocks is not None
+        assert is_read_by_us == has_own_kernel(kind, K), (kind, K)
+        assert (linear.weight.numel() == 0) == (packed is not None)
     return linear, weight.double(), vector.double() * bias
 
 
@@ -151,18 +180,20 @@ def test_float_weights_sum_in_float32(kind, K, N):
 
 def emulated_int8(x: Tensor, weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """x W^T in fp64 from integers of its own, and the steps of x's rows and of W's."""
-    steps, integer = [], []
-    for rows in (x.float(), weight.float()):
-        step = rows.abs().amax(1).clamp(min=1e-4) / 127
-        integer.append((rows / step[:, None]).round().double())  # in fp32: near ties fall alike
-        steps.append(step.double())
-    product = integer[0] @ integer[1].T  # exact
-    return product * steps[0][:, None] * steps[1], steps[0], steps[1]
+    x, weight = x.float(), weight.float()  # in fp32: near ties fall alike
+    w_step = weight.abs().amax(1).clamp(min=1e-4) / 127
+    low, high = x.amin(1).clamp(max=0), x.amax(1).clamp(min=0)
+    x_step = (high - low).clamp(min=1e-4) / 255
+    zero = (-low / x_step).round()[:, None]
+    values = ((x / x_step[:, None]).round() + zero).clamp(0, 255) - zero
+    product = values.double() @ (weight / w_step[:, None]).round().double().T  # exact
+    x_step, w_step = x_step.double(), w_step.double()
+    return product * x_step[:, None] * w_step, x_step, w_step
 
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("K", "N"), [(64, 128), (33, 5), (300, 273), (1, 1)])
-@pytest.mark.parametrize("kind", ["int8", "int8-bf16"])
+@pytest.mark.parametrize("kind", INT8)
 def test_int8_weights_multiply_integers_of_each_token_and_row(kind, K, N, bias, poisoned):
     dtype = KINDS[kind][0]
     # Rows and tokens of different sizes: a scale of another row would show.
@@ -170,7 +201,7 @@ def test_int8_weights_multiply_integers_of_each_token_and_row(kind, K, N, bias, 
     x = (random(9, K) * 2.0 ** torch.arange(9.0)[:, None]).to(dtype)
     linear, weight, vector = make(kind, K, N, bias, weight)
     assert linear.weight.dtype == torch.int8
-    assert linear.weight.shape == (N, K)
+    assert linear.weight.shape == ((0,) if has_own_kernel(kind, K) else (N, K))
     assert linear.scales.shape == (N,)
     y, (expected, x_step, w_step) = linear(x).double(), emulated_int8(x, weight)
     expected = expected + vector
@@ -198,6 +229,34 @@ def test_int8_rows_reach_127_and_zeros_stay_zeros(dtype):
     assert (factors > 0).all()
     error = (values.double() * factors.double()[:, None] - x.double()).abs()
     assert (error <= factors.double()[:, None] * 0.5001).all()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_tokens_use_all_256_values_and_zero_is_exact(dtype):
+    x = torch.tensor(
+        [
+            [1.0, -2.0, 0.5, 0.0],
+            [0, 0, 0, 0],
+            [3, 1, 2, 0],
+            [-3e4, -1, -2e4, 0],
+            [2, 2, 2, 2],
+            [127.5, -127.5, 0, 1],  # both ends are rounded away from 0: one too many
+        ],
+        dtype=dtype,
+    )
+    values, factors, zeros = quantize_tokens(x)
+    assert (values.dtype, factors.dtype, zeros.dtype) == (torch.uint8, FP32, torch.int32)
+    assert values.tolist()[0] == [255, 0, 212, 170]
+    assert zeros.tolist() == [170, 0, 0, 255, 0, 128]
+    assert values[1].tolist() == [0] * 4
+    assert values[2].tolist() == [255, 85, 170, 0]
+    assert values[3].tolist()[::3] == [0, 255]
+    assert values[4].tolist() == [255] * 4
+    assert values[5].tolist() == [255, 0, 128, 129]
+    assert (factors > 0).all()
+    found = (values.double() - zeros[:, None]) * factors.double()[:, None]
+    assert not found[x == 0].any()
+    assert ((found - x.double()).abs() <= factors.double()[:, None] * 0.5001).all()
 
 
 def blockwise(weight: Tensor) -> Tensor:
@@ -259,7 +318,7 @@ def decoded(x: Quantized, layout: ScaleLayout) -> Tensor:
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", [*PLAIN, "int8-bf16", "fp8-bf16"])
+@pytest.mark.parametrize("kind", [*PLAIN, "int8-bf16", "int8-bf16-packed", "fp8-bf16"])
 @pytest.mark.parametrize("K", [128, 384])  # four groups of 32 are one int32
 @pytest.mark.parametrize("layout", LAYOUTS, ids=LAYOUT_NAMES)
 def test_quantized_rows_are_multiplied_with_their_scales(layout, K, kind, bias, poisoned):
@@ -270,7 +329,7 @@ def test_quantized_rows_are_multiplied_with_their_scales(layout, K, kind, bias, 
     exact = decoded(x, layout)
     assert torch.equal(dequantize(x), exact.float())
     linear, weight, vector = make(kind, K, N, bias, block_sized_weight(N, K))
-    if kind == "int8-bf16":
+    if kind.startswith("int8"):
         expected = emulated_int8(exact, weight)[0] + vector
     else:
         stored = blockwise(weight) if kind == "fp8-bf16" else weight
@@ -346,7 +405,7 @@ def test_rows_start_on_32_bytes_in_storage_rounded_up_only_when_needed(kind, bia
             assert y.data_ptr() % 32 == 0
             if y.numel():
                 assert y.untyped_storage().nbytes() == storage.untyped_storage().nbytes()
-            if kind in ("fp32", "bf16", "packed"):
+            if kind in ("fp32", "bf16", "packed", "onednn"):
                 assert torch.equal(y, (x.double() @ weight.T + vector).to(dtype))
             assert y.isfinite().all()
 
@@ -445,7 +504,7 @@ def test_the_stride_of_a_single_row_or_column_is_not_looked_at():
         check_out("out", torch.zeros(8, 4).T[:1], (1, 8), FP32)
 
 
-@pytest.mark.parametrize("kind", ["fp32", packed_param])
+@pytest.mark.parametrize("kind", ["fp32", packed_param, onednn_param, "int8-packed"])
 def test_out_and_out_acc_together_are_refused(kind):
     linear, *_ = make(kind, 48, 5)
     dtype = KINDS[kind][0]
@@ -499,7 +558,7 @@ def test_rounding_twice_would_show_in_the_test_above(N):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", ["int8", "int8-bf16", "fp8", "fp8-bf16"])
+@pytest.mark.parametrize("kind", [*INT8, "fp8", "fp8-bf16"])
 def test_out_acc_adds_quantised_products_and_rounds_once(kind, bias):
     dtype = KINDS[kind][0]
     linear, weight, vector = make(kind, 160, 33, bias, random(33, 160, seed=1))
@@ -673,7 +732,7 @@ def load_ranks(
     size: int,
     bias: bool,
     dtype: torch.dtype = FP32,
-    is_packed: bool = False,
+    packer: str | None = None,
 ) -> list[Linear]:
     """Every rank's layer, from the same whole tensors; each element of them written by `load`."""
     ranks = []
@@ -686,8 +745,8 @@ def load_ranks(
             for part in linear.cuts:
                 linear.load(name, part, tensors[name][part])
             assert not parameter.isnan().any(), name
-        if is_packed:  # after the cut, never before
-            linear.pack()
+        if packer is not None:  # after the cut, never before
+            linear.pack(linear_cpu(packer).pack)
             assert linear.weight.numel() == 0
         ranks.append(linear)
     return ranks
@@ -700,19 +759,24 @@ def whole(tensors: dict[str, dict[str, Tensor]], part: str, x: Tensor, bias: boo
 
 
 forms = pytest.mark.parametrize(
-    ("dtype", "is_packed"),
-    [(FP32, False), (BF16, False), pytest.param(BF16, True, marks=needs_packing)],
-    ids=["fp32", "bf16", "packed"],
+    ("dtype", "packer"),
+    [
+        (FP32, None),
+        (BF16, None),
+        pytest.param(BF16, "native", marks=needs_packing),
+        pytest.param(BF16, "onednn", marks=needs_packing),
+    ],
+    ids=["fp32", "bf16", "packed", "onednn"],
 )
 
 
 @forms
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_of_columns_side_by_side_are_the_product(size, bias, dtype, is_packed):
+def test_ranks_of_columns_side_by_side_are_the_product(size, bias, dtype, packer):
     tensors = checkpoint(("", 20), K=32)
     ranks = load_ranks(
-        lambda **how: ColumnParallelLinear(32, 20, **how), tensors, size, bias, dtype, is_packed
+        lambda **how: ColumnParallelLinear(32, 20, **how), tensors, size, bias, dtype, packer
     )
     assert [(rank.in_features, rank.out_features) for rank in ranks] == [(32, 20 // size)] * size
     x = integers(3, 32, dtype=dtype)
@@ -723,12 +787,12 @@ def test_ranks_of_columns_side_by_side_are_the_product(size, bias, dtype, is_pac
 @forms
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_of_merged_columns_are_the_products_part_by_part(size, bias, dtype, is_packed):
+def test_ranks_of_merged_columns_are_the_products_part_by_part(size, bias, dtype, packer):
     parts = {"gate_proj": 20, "up_proj": 12}
     tensors = checkpoint(*parts.items(), K=32)
     ranks = load_ranks(
         lambda **how: MergedColumnParallelLinear(32, parts, **how),
-        tensors, size, bias, dtype, is_packed,
+        tensors, size, bias, dtype, packer,
     )  # fmt: skip
     assert {rank.out_features for rank in ranks} == {32 // size}
     x = integers(3, 32, dtype=dtype)
@@ -744,7 +808,7 @@ HEADS = [(1, 4, 2), (2, 4, 2), (4, 4, 2), (4, 8, 2), (2, 4, 4), (4, 4, 1), (4, 8
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize(("size", "num_heads", "num_kv_heads"), HEADS)
 def test_every_query_head_finds_its_keys_on_its_rank(
-    size, num_heads, num_kv_heads, bias, dtype, is_packed
+    size, num_heads, num_kv_heads, bias, dtype, packer
 ):
     """Query head h reads key-value head h * KV // H; with fewer of those than ranks, a copy."""
     D, K = 6, 32
@@ -752,7 +816,7 @@ def test_every_query_head_finds_its_keys_on_its_rank(
     tensors = checkpoint(*rows.items(), K=K)
     ranks = load_ranks(
         lambda **how: QKVParallelLinear(K, D, num_heads, num_kv_heads, **how),
-        tensors, size, bias, dtype, is_packed,
+        tensors, size, bias, dtype, packer,
     )  # fmt: skip
     x = integers(3, K, dtype=dtype)
     q, k, v = (whole(tensors, part, x, bias).unflatten(-1, (-1, D)) for part in rows)
@@ -776,10 +840,10 @@ def test_every_query_head_finds_its_keys_on_its_rank(
 @forms
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("size", SIZES)
-def test_ranks_of_rows_add_up_to_the_product_and_one_bias(size, bias, dtype, is_packed):
+def test_ranks_of_rows_add_up_to_the_product_and_one_bias(size, bias, dtype, packer):
     tensors = checkpoint(("", 20), K=32)
     ranks = load_ranks(
-        lambda **how: RowParallelLinear(32, 20, **how), tensors, size, bias, dtype, is_packed
+        lambda **how: RowParallelLinear(32, 20, **how), tensors, size, bias, dtype, packer
     )
     assert [(rank.in_features, rank.out_features) for rank in ranks] == [(32 // size, 20)] * size
     x = integers(3, 32, dtype=dtype)
@@ -900,18 +964,28 @@ def test_an_unknown_part_is_a_key_error(case, name):
 # -- Packing --------------------------------------------------------------------------------------
 
 
-@needs_packing
 @pytest.mark.parametrize("bias", [False, True])
-def test_packing_leaves_one_copy_of_the_weight(bias):
-    linear, weight, vector = make("bf16", 96, 273, bias)
+@pytest.mark.parametrize("kind", [packed_param, onednn_param, "int8-packed", "int8-bf16-packed"])
+def test_packing_leaves_one_copy_of_the_weight(kind, bias):
+    dtype, form, packer = KINDS[kind]
+    linear, weight, vector = make("fp32" if dtype == FP32 else "bf16", 96, 273, bias)
+    if form is not None:
+        linear.quantize(form)
     plain = StorageWeakRef(linear.weight.untyped_storage())
-    linear.pack()
+    x = integers(3, 96, dtype=dtype)
+    before = linear(x)
+    packed = linear.pack(linear_cpu(packer).pack)
+    assert packed is not None
+    assert linear.pack(pack_never) is packed, "once"
     assert plain.expired()
     assert linear.weight.numel() == 0
     assert linear.weight.untyped_storage().nbytes() == 0
-    assert linear.weight.dtype == BF16
-    x = integers(3, 96, dtype=BF16)
-    assert torch.equal(linear(x), (x.double() @ weight.T + vector).to(BF16))
+    assert linear.weight.dtype == (form or BF16)
+    if form is None:
+        assert torch.equal(linear(x), (x.double() @ weight.T + vector).to(dtype))
+    else:  # a bias may be added in the same rounding
+        unit = 2 * UNITS[dtype] if bias else 0.0
+        torch.testing.assert_close(linear(x), before, rtol=unit, atol=unit)
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, FP8], ids=str)
@@ -922,27 +996,49 @@ def test_quantising_leaves_one_copy_of_the_weight(dtype):
     assert plain.expired()
 
 
-@pytest.mark.parametrize("kind", ["fp32", "int8", "int8-bf16", "fp8-bf16"])
-def test_only_bf16_is_packed(kind):
-    linear, *_ = make(kind, 64, 33)
-    x = integers(3, 64, dtype=KINDS[kind][0])
+@pytest.mark.parametrize(
+    ("kind", "K", "packer"),
+    [
+        *[(kind, 64, packer) for kind in ("fp32", "fp8-bf16") for packer in ("native", "onednn")],
+        *[(kind, 64, "onednn") for kind in ("int8", "int8-bf16")],
+        *[("int8", K, "native") for K in (1, 33, 34, 63)],  # four values of a row are a step
+    ],
+)
+def test_what_no_kernel_reads_faster_stays_plain(kind, K, packer):
+    linear, *_ = make(kind, K, 33)
+    x = integers(3, K, dtype=KINDS[kind][0])
     before = linear(x)
-    linear.pack()
-    assert linear._packed is None
-    assert linear.weight.shape == (33, 64)
+    assert linear.pack(linear_cpu(packer).pack) is None
+    assert linear.weight.shape == (33, K)
     assert torch.equal(linear(x), before)
+
+
+def test_without_onednn_int8_is_packed_and_bf16_is_not(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    pack = LinearCpu(kernel_library("native"), 2).pack
+    weight = integers(100, 64, dtype=BF16)
+    assert pack(weight, None) is None
+    assert LinearCpu(None, 1).pack(weight, None) is None
+    values, scales = quantize_rows_int8(weight)
+    packed = pack(values, scales)
+    assert packed is not None
+    x = random(9, 64, dtype=BF16)
+    assert torch.equal(packed.multiply(x, None, False), reference(x, values, scales, None))
 
 
 COUNTS = (1, 16, 64, 512)  # rows of x
 MULTIPLY = f"""
+import sys
 import torch
-from nanoinfer.kernels.linear import empty_rows
+from nanoinfer.kernels.build import load_library
+from nanoinfer.kernels.linear import LinearCpu, empty_rows
 from nanoinfer.layers.linear import Linear
 
+library = None if sys.argv[1] == "onednn" else load_library()
 for K, N in [(96, 272), (80, 273)]:
     linear = Linear(K, N, bias=True, dtype=torch.bfloat16, device="cpu")
     linear.weight.data.fill_(1), linear.bias.data.fill_(1)
-    linear.pack()
+    linear.pack(LinearCpu(library, 1).pack)
     for M in {COUNTS}:
         x, out = torch.ones(M, K).bfloat16(), empty_rows((M, N), torch.bfloat16, "cpu").fill_(1)
         linear(x), linear(x, out=out), linear(x, out_acc=out)
@@ -950,52 +1046,361 @@ for K, N in [(96, 272), (80, 273)]:
 
 
 @needs_packing
-def test_one_packing_serves_every_number_of_rows():
-    """oneDNN tells what it runs: the weight is re-ordered once, by `pack`, and never again."""
+@pytest.mark.parametrize("packer", ["native", "onednn"])
+def test_one_packing_serves_every_number_of_rows(packer):
+    """oneDNN tells what it runs: the weight is re-ordered once, by `pack`, and never again.
+
+    Up to 64 rows, and where it adds to a buffer, our kernel reads the same bytes. Where it cannot,
+    what is added is rounded once only if the product is not oneDNN's: there, out_acc unpacks.
+    """
+    linear_cpu(packer)
     path = os.pathsep.join([str(Path(nanoinfer.__file__).parents[1]), *sys.path])
     env = {**os.environ, "ONEDNN_VERBOSE": "1", "PYTHONPATH": path}
-    done = subprocess.run(
-        [sys.executable, "-c", MULTIPLY], env=env, capture_output=True, text=True, timeout=100
-    )
+    command = [sys.executable, "-c", MULTIPLY, packer]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=100)
     assert done.returncode == 0, done.stderr
     lines = [line for line in done.stdout.splitlines() if ",exec,cpu," in line]
     if not lines:
         pytest.skip("this build of oneDNN does not tell what it runs")
     reorders = [line for line in lines if ",reorder," in line]
     for K, N in [(96, 272), (80, 273)]:
+        is_ours = packer == "native" and K % 32 == 0
         dims = (f",{N}x{K},", f",{K}x{N},")
         found = [line for line in reorders if any(d in line for d in dims)]
-        assert len(found) == 1, "\n".join(found)  # by pack
-        plain, blocked = re.findall(r"(?:src|dst):([^ ,]+)", found[0])
+        plain, blocked = re.findall(r"(?:src|dst):([^ ,]+)", found[0])  # by pack
         assert blocked != plain
+        assert len(found) == (1 if is_ours else 1 + len(COUNTS)), "\n".join(found)
+        assert all(re.findall(r"(?:src|dst):([^ ,]+)", r) == [blocked, plain] for r in found[1:])
         for M in COUNTS:
-            # Products of M rows with that weight: of forward, out and out_acc.
+            # Products of M rows with that weight: of forward and out.
             products = [line for line in lines if f",mb{M}ic{K}oc{N}," in line]
-            assert len(products) == 3, "\n".join(lines)
+            assert len(products) == (0 if is_ours and M <= 64 else 2), "\n".join(lines)
             assert all(f"wei:{blocked} " in line for line in products)
+
+
+# -- Blocks ---------------------------------------------------------------------------------------
+
+MACHINES = ["native", *NEEDED]
+SIZES_OF_BLOCKS = [(5, 4), (64, 32), (100, 96), (128, 1056), (192, 36), (273, 64), (33, 2080)]
+ROWS = [*range(1, 14), 63, 64, 65, 70, 511, 600]
+
+
+def reference(x: Tensor, weight: Tensor, scales: Tensor | None, bias: Tensor | None) -> Tensor:
+    out = torch.full((len(x), len(weight)), math.nan, dtype=x.dtype)
+    linear_ref(x, weight, scales, bias, out)
+    return out
+
+
+def apart(x: Tensor) -> Tensor:
+    """The same rows as a part of a wider matrix, which is NaN elsewhere."""
+    wider = torch.full((len(x), x.size(1) + 13), math.nan, dtype=x.dtype)
+    wider[:, 5:-8] = x
+    return wider[:, 5:-8]
+
+
+def packed_int8(N: int, K: int, machine: str, threads: int = 2) -> tuple[PackedWeight, tuple]:
+    weight = random(N, K, seed=1) * 2.0 ** (torch.arange(N) % 7)[:, None]
+    values, scales = quantize_rows_int8(weight)
+    packed = linear_cpu(machine, threads).pack(values, scales)
+    assert packed is not None
+    return packed, (values, scales)
+
+
+def packed_bf16(weight: Tensor, machine: str = "native", threads: int = 2) -> PackedWeight:
+    packed = linear_cpu(machine, threads).pack(weight, None)
+    assert packed is not None
+    assert packed.blocks is not None
+    return packed
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize(("N", "K"), SIZES_OF_BLOCKS)
+def test_int8_blocks_give_the_references_bits(N, K, dtype, machine, poisoned):
+    """Integers, and the same two factors in the same order. With a bias one rounding is less."""
+    packed, weight = packed_int8(N, K, machine)
+    bias = random(N, seed=2)
+    for M in ROWS:
+        x = (random(M, K, seed=M) * 2.0 ** (torch.arange(M) % 9)[:, None]).to(dtype)
+        x[M // 2] = 0
+        x[0, :2] = torch.tensor([127.5, -127.5])  # rounded, its range is 257 wide
+        expected = reference(x, *weight, None)
+        for rows in (x, apart(x), x.T.contiguous().T):
+            assert torch.equal(packed.multiply(rows, None, False), expected)
+        assert torch.equal(packed.multiply(x, None, True).to(dtype), expected)
+        found, size = packed.multiply(x, bias, True), expected.abs().max() + 4
+        exact = reference(x.float(), *weight, bias)
+        torch.testing.assert_close(found, exact, rtol=0, atol=float(4 * FP32_UNIT * size))
+        assert torch.equal(packed.multiply(x, bias, False), found.to(dtype))
+
+
+@pytest.mark.parametrize("kind", ["int8", "int8-bf16", "int8-packed", "int8-bf16-packed"])
+def test_nan_makes_its_row_nan_and_no_other(kind):
+    linear, *_ = make(kind, 64, 33, bias=True)
+    x = random(3, 64, dtype=KINDS[kind][0])
+    before = linear(x)
+    x[1, 7] = math.nan
+    found = linear(x)
+    assert found[1].isnan().all()
+    assert torch.equal(found[::2], before[::2])
+
+
+@needs_packing
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize(("N", "K"), [s for s in SIZES_OF_BLOCKS if s[1] % 32 == 0])
+def test_bf16_blocks_give_the_exact_sum_rounded_once(N, K, machine, poisoned):
+    weight, bias = integers(N, K, dtype=BF16, seed=1), (integers(N, seed=2) / 4).to(BF16)
+    packed = packed_bf16(weight, machine)
+    for M in ROWS:
+        x = integers(M, K, dtype=BF16, seed=M)
+        for vector in (None, bias):
+            exact = x.double() @ weight.double().T + (0 if vector is None else vector.double())
+            for rows in (x, apart(x), x.T.contiguous().T):
+                assert torch.equal(packed.multiply(rows, vector, False), exact.to(BF16))
+            assert torch.equal(packed.multiply(x, vector, True), exact.float())
+
+
+@needs_packing
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("is_int8", [False, True])
+def test_bits_of_a_row_depend_on_neither_neighbours_nor_threads(is_int8, machine):
+    N, K = 200, 1056
+    x, results = random(70, K, dtype=BF16), []
+    for threads in (1, 2, 3):
+        if is_int8:
+            packed, _ = packed_int8(N, K, machine, threads)
+        else:
+            packed = packed_bf16(random(N, K, dtype=BF16, seed=1), machine, threads)
+        results.append(packed.multiply(x, None, True))
+        for M in range(1, 71):
+            assert torch.equal(packed.multiply(x[70 - M :], None, True), results[0][70 - M :])
+        few = packed.multiply(x[:64], None, False)
+        assert torch.equal(few, results[0][:64].to(BF16))
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
+@needs_packing
+def test_our_kernel_and_onednns_agree_where_they_meet():
+    """64 rows are ours, 65 are oneDNN's: nearly all bits are the same, and no sum is far off."""
+    weight, x = random(192, 1024, dtype=BF16, seed=1), random(65, 1024, dtype=BF16)
+    packed, plain = packed_bf16(weight), linear_cpu("onednn").pack(weight, None)
+    ours, theirs = packed.multiply(x[:64], None, False), packed.multiply(x, None, False)
+    assert torch.equal(ours, packed.multiply(x, None, True)[:64].to(BF16))
+    assert torch.equal(theirs, plain.multiply(x, None, False))
+    assert (ours != theirs[:64]).double().mean() < 0.01
+    torch.testing.assert_close(ours, theirs[:64], rtol=2**-7, atol=1e-4)
+    whole_numbers = integers(65, 1024, dtype=BF16)
+    few, many = (packed.multiply(whole_numbers[:M], None, False) for M in (64, 65))
+    assert torch.equal(few, many[:64])
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("kind", ALL)
+def test_wide_is_the_sum_before_it_is_rounded(kind, bias):
+    """Where the body hands it out; else it is y in fp32."""
+    dtype = KINDS[kind][0]
+    linear, weight, vector = make(kind, 64, 273, bias)
+    for M in (1, 5, 64, 65, 70):
+        x = integers(M, 64, dtype=dtype, seed=M)
+        found = linear.wide(x)
+        assert found.dtype == FP32
+        assert found.shape == (M, 273)
+        assert torch.equal(found.to(dtype), linear(x))
+        if has_own_kernel(kind, 64) and KINDS[kind][1] is None:
+            assert torch.equal(found.double(), x.double() @ weight.T + vector)
+            assert not torch.equal(found, found.to(dtype).float())
+
+
+@needs_packing
+@pytest.mark.parametrize("form", [None, torch.int8])
+def test_rows_of_a_packed_weight_are_what_was_packed(form):
+    weight, scales = random(273, 64, dtype=BF16), None
+    if form is not None:
+        weight, scales = quantize_rows_int8(weight)
+    packed = linear_cpu("native").pack(weight, scales)
+    assert torch.equal(packed.plain(), weight)
+    assert packed.blocks.shape == (5, 64 * weight.itemsize // 4, 64, 4 // weight.itemsize)
+    for ids in ([0], [272, 0, 63, 64, 64, 127, 128], []):
+        rows = rows_of_blocks(packed.blocks, torch.tensor(ids, dtype=torch.int64))
+        assert torch.equal(rows, weight[ids])
+
+
+def exchanged(blocks: Tensor, order: list[int], dim: int) -> Tensor:
+    return blocks.index_select(dim, torch.tensor(order))
+
+
+@needs_packing
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda b: exchanged(b, [*range(len(b) - 1, -1, -1)], 0),  # blocks
+        lambda b: exchanged(b, [i ^ 1 for i in range(b.size(1))], 1),  # steps
+        lambda b: exchanged(b, [63 - i for i in range(64)], 2),  # rows in a block
+        lambda b: exchanged(b, [0, *range(63, 0, -1)], 2),  # but for the first
+        lambda b: exchanged(b, [i ^ (2 * (i & 1)) for i in range(64)], 2),  # every other one
+        lambda b: exchanged(b, [1, 0], 3),  # values in a pair
+        lambda b: b.view(-1, 2, *b.shape[1:2], 32, 2).transpose(1, 2),  # blocks of 32
+    ],
+)
+@pytest.mark.parametrize("N", [256, 273, 1024])
+def test_blocks_that_lie_in_another_order_are_not_used(N, change, monkeypatch):
+    """oneDNN's order is its own matter: another release may choose another one."""
+    frombuffer = torch.frombuffer
+
+    def in_another_order(*arguments, **others):
+        flat = frombuffer(*arguments, **others)
+        return change(flat.view(-1, 32, 64, 2)).reshape(-1)
+
+    weight, x = random(N, 64, dtype=BF16), integers(5, 64, dtype=BF16)
+    pack = linear_cpu("native").pack
+    expected = pack(weight, None).multiply(x, None, False)
+    monkeypatch.setattr(torch, "frombuffer", in_another_order)
+    packed = pack(weight, None)
+    assert packed.blocks is None
+    torch.testing.assert_close(packed.multiply(x, None, False), expected, rtol=2**-7, atol=1e-4)
+    assert torch.equal(packed.plain(), weight)
+
+
+@needs_packing
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(3, 64), r"x: got torch.float32 \(3, 64\), need torch.bfloat16 \[M, 64\]"),
+        (torch.zeros(3, 64).half(), "x: got torch.float16"),
+        (torch.zeros(3, 63).bfloat16(), r"x: got torch.bfloat16 \(3, 63\)"),
+    ],
+)
+def test_bf16_kernel_refuses_what_it_would_misread(x, message):
+    packed = packed_bf16(random(100, 64, dtype=BF16))
+    for is_wide in (False, True):
+        with pytest.raises(ValueError, match=message):
+            packed.multiply(x, None, is_wide)
+
+
+@pytest.mark.parametrize(
+    ("x", "message"),
+    [
+        (torch.zeros(3, 64).half(), r"x: got torch.float16 \(3, 64\), need .*\[M, 64\]"),
+        (torch.zeros(3, 64).double(), "x: got torch.float64"),
+        (torch.zeros(3, 68), r"x: got torch.float32 \(3, 68\)"),
+    ],
+)
+def test_int8_kernel_refuses_what_it_would_misread(x, message):
+    packed, _ = packed_int8(100, 64, "native")
+    for is_wide in (False, True):
+        with pytest.raises(ValueError, match=message):
+            packed.multiply(x, None, is_wide)
+
+
+# -- The engine -----------------------------------------------------------------------------------
+
+
+def model_of(llm: LLM):
+    return llm.engine._runner._model
+
+
+def linears_of(llm: LLM) -> list[Linear]:
+    return [module for module in model_of(llm).modules() if isinstance(module, Linear)]
 
 
 @needs_packing
 def test_engine_packs_every_linear_once(tiny_qwen3):
+    linear_cpu("native")
     with LLM(tiny_qwen3, num_kv_blocks=4, dtype="bfloat16", device="cpu") as llm:
-        modules = [*llm.engine._runner._model.modules()]
-        linears = [module for module in modules if isinstance(module, Linear)]
+        linears = linears_of(llm)
         assert len(linears) == 2 * 4 + 1  # the head is one, too
-        assert all(module._packed is not None for module in linears)
-        assert sum(module.weight.numel() for module in linears) == 0
-        (embedding,) = (module for module in modules if isinstance(module, Embedding))
-        assert embedding.weight.numel() == 273 * 64
+        assert all(linear._packed.blocks is not None for linear in linears), "sizes of the model"
+        assert sum(linear.weight.numel() for linear in linears) == 0
+        assert model_of(llm).model.embed_tokens.weight.numel() == 273 * 64
 
 
 @needs_packing
-def test_engine_leaves_a_tied_head_as_it_is(tiny):
-    """It is the embedding's matrix: packing it would keep it twice, or take it from there."""
-    with LLM(tiny("tiny-qwen3-tied"), num_kv_blocks=4, dtype="bfloat16", device="cpu") as llm:
-        model = llm.engine._runner._model
-        linears = [module for module in model.modules() if isinstance(module, Linear)]
-        assert [module for module in linears if module._packed is None] == [model.lm_head]
-        assert model.lm_head.weight is model.model.embed_tokens.weight
-        assert model.lm_head.weight.numel() == 273 * 64
+def test_tied_head_is_packed_once_and_the_embedding_reads_its_blocks(tiny):
+    linear_cpu("native")
+    folder = tiny("tiny-qwen3-tied")
+    how = {"num_kv_blocks": 4, "dtype": "bfloat16", "device": "cpu"}
+    with LLM(folder, **how) as llm, LLM(folder, kernels="ref", **how) as plain:
+        model, weight = model_of(llm), model_of(plain).model.embed_tokens.weight
+        head, embedding = model.lm_head, model.model.embed_tokens
+        assert all(linear._packed.blocks is not None for linear in linears_of(llm))
+        assert head._packed.blocks.data_ptr() == embedding._blocks.data_ptr()
+        for layer in (head, embedding):
+            assert layer.weight.numel() == 0
+            assert layer.weight.untyped_storage().nbytes() == 0
+        assert embedding.weight.dtype == BF16
+        assert weight.shape == (273, 64)
+        assert torch.equal(embedding(torch.arange(273)), weight)
+        ids = torch.tensor([272, 5, 5, 0, 64, 63])
+        assert torch.equal(embedding(ids), weight[ids])
+        assert embedding(ids[:0]).shape == (0, 64)
+        hidden = integers(3, 64, dtype=BF16)
+        logits = model.logits(hidden)
+        exact = (hidden.double() @ weight.double().T).float()
+        torch.testing.assert_close(logits, exact, rtol=1e-5, atol=1e-5)
+        assert not torch.equal(logits, logits.to(BF16).float()), "never rounded on the way"
+
+
+@needs_packing
+@pytest.mark.parametrize("kernels", ["ref", "auto"])
+def test_tied_head_stays_the_embeddings_matrix_where_no_blocks_are_known(
+    tiny, kernels, monkeypatch
+):
+    """To pack it would keep it twice. The others are packed, by oneDNN alone."""
+
+    def no_compiler():
+        raise KernelBuildError("no compiler")
+
+    monkeypatch.setattr("nanoinfer.kernels.load_library", no_compiler)
+    how = {"num_kv_blocks": 4, "dtype": "bfloat16", "device": "cpu"}
+    with LLM(tiny("tiny-qwen3-tied"), kernels=kernels, **how) as llm:
+        head, embedding = model_of(llm).lm_head, model_of(llm).model.embed_tokens
+        plain = linears_of(llm) if kernels == "ref" else [head]
+        assert [linear for linear in linears_of(llm) if linear._packed is None] == plain
+        assert head.weight.data_ptr() == embedding.weight.data_ptr()
+        assert head.weight.shape == embedding.weight.shape == (273, 64)
+
+
+GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
+PROMPTS = [list(b"Blue sky"), list(b"A green tree stands"), list(range(70)), [5]]
+
+
+def generate(llm: LLM) -> list[list[int]]:
+    prompts = [{"prompt_token_ids": prompt} for prompt in PROMPTS]
+    outputs = llm.generate(prompts, GREEDY, use_tqdm=False)
+    return [output.outputs[0].token_ids for output in outputs]
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3-tied", "tiny-qwen2"])
+def test_int8_generates_the_same_with_reference_and_kernels(tiny, name):
+    """qwen2 has biases."""
+    linear_cpu("native")
+    how = {"num_kv_blocks": 64, "dtype": "float32", "device": "cpu", "quantization": "int8"}
+    with LLM(tiny(name), **how) as llm, LLM(tiny(name), kernels="ref", **how) as ref:
+        assert all(linear._packed.blocks.dtype == torch.int8 for linear in linears_of(llm))
+        assert all(linear._packed is None for linear in linears_of(ref))
+        assert all(linear.weight.dtype == torch.int8 for linear in linears_of(ref))
+        for engine in (llm, ref):  # a tied head is a matrix of its own, the embedding stays
+            assert model_of(engine).model.embed_tokens.weight.shape == (273, 64)
+            assert model_of(engine).model.embed_tokens.weight.dtype == FP32
+        assert generate(llm) == generate(ref)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3-tied"])
+def test_int8_is_near_what_it_was_made_from(tiny, name, dtype):
+    """The whole model's logits, off by a few steps of 1/127: every scale is in its place."""
+    how = {"num_kv_blocks": 64, "dtype": dtype, "device": "cpu"}
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=-1)
+    found = []
+    for quantization in (None, "int8"):
+        with LLM(tiny(name), quantization=quantization, **how) as llm:
+            (output,) = llm.generate({"prompt_token_ids": PROMPTS[2]}, params, use_tqdm=False)
+        rows = [[row[i].logprob for i in range(273)] for row in output.prompt_logprobs[1:]]
+        found.append(torch.tensor(rows).double())
+    exact, other = found
+    kl = (exact.exp() * (exact - other)).sum(-1).mean()
+    assert 0 < kl < 0.1
 
 
 # -- Embedding ------------------------------------------------------------------------------------

@@ -1,17 +1,23 @@
-"""Sampler: the draws have the distribution that the filters leave, and depend on nothing else."""
+"""Sampler: the draws have the distribution that the filters leave, and depend on nothing else.
+
+What takes `kernels` is tested with the reference and with its C++ twin, built for two CPUs.
+"""
 
 import dataclasses
+import functools
 import math
 import signal
 from collections.abc import Iterator
 
 import pytest
 import torch
+from conftest import kernel_library
 from torch import Tensor
 
 from nanoinfer import sampler
 from nanoinfer.batch import Batch, SamplingBatch
-from nanoinfer.kernels import Kernels, gumbel, select_kernels
+from nanoinfer.kernels import Kernels, draw, gumbel, select_kernels
+from nanoinfer.kernels.draw import draw_ref, make_draw_cpu
 from nanoinfer.request import Request
 from nanoinfer.sampler import SamplerOutput, top_logprobs
 from nanoinfer.sampling_params import SamplingParams
@@ -23,13 +29,24 @@ EOS = 2
 NUM_DRAWS = 50_000
 MIN_P_VALUE = 1e-3
 ROUNDING = 1e-6  # of probabilities in fp32
-BODIES = {kernels: select_kernels(CPU, kernels, False) for kernels in ("ref", "auto")}
 
 
 def sample(
-    logits: Tensor, sampling: SamplingBatch, kernels: Kernels = BODIES["ref"]
+    logits: Tensor,
+    sampling: SamplingBatch,
+    kernels: Kernels = Kernels(),  # noqa: B008
 ) -> SamplerOutput:
     return sampler.sample(logits, sampling, kernels)
+
+
+@pytest.fixture(params=["ref", "native", "x86-64-v3"])
+def kernels(request: pytest.FixtureRequest) -> Kernels:
+    return Kernels(draw=body(request.param))
+
+
+@functools.cache
+def body(name: str) -> draw.Draw:
+    return draw_ref if name == "ref" else make_draw_cpu(kernel_library(name), 2)
 
 
 @pytest.fixture(autouse=True)
@@ -47,7 +64,7 @@ def no_endless_loop() -> Iterator[None]:
         raise TimeoutError("a search that does not end")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(20)
+    signal.alarm(60)
     yield
     signal.alarm(0)
     signal.signal(signal.SIGALRM, before)
@@ -89,6 +106,10 @@ def noise_hashes(seeds: Tensor, positions: Tensor, ids: Tensor) -> Tensor:
     """24 random bits for each (seed, position, id); seeds and positions as many as ids, or one."""
     keys = gumbel.row_keys(seeds, positions)
     return gumbel.hash_ids(keys, ids.to(torch.int32)).to(torch.int64)
+
+
+def filters_of(sampling: SamplingBatch) -> tuple[Tensor, Tensor, Tensor]:
+    return sampling.top_k, sampling.top_p, sampling.min_p
 
 
 def kept_by_sort(
@@ -137,7 +158,7 @@ FILTERS = {
 
 
 @pytest.mark.parametrize("name", FILTERS)
-def test_draws_fit_the_filtered_distribution(name: str):
+def test_draws_fit_the_filtered_distribution(name: str, kernels: Kernels):
     vocab_size, filters = FILTERS[name]
     generator = torch.Generator().manual_seed(vocab_size)
     logits = 1.5 * torch.randn(vocab_size, generator=generator)
@@ -147,16 +168,17 @@ def test_draws_fit_the_filtered_distribution(name: str):
     probs = scores.double().masked_fill(~kept, -math.inf).softmax(-1)
     assert name.startswith("temperature") == bool(kept.all())
     sampling = make_rows(NUM_DRAWS, **filters)
-    ids = sample(logits.repeat(NUM_DRAWS, 1), sampling).token_ids
+    ids = sample(logits.repeat(NUM_DRAWS, 1), sampling, kernels).token_ids
     counts = torch.bincount(torch.tensor(ids), minlength=vocab_size)
     assert counts[~kept].sum() == 0
     assert chi_square_p_value(counts, probs * NUM_DRAWS) > MIN_P_VALUE
 
 
-def test_flat_draws_are_uniform():
+def test_flat_draws_are_uniform(kernels: Kernels):
     """The path where any id may win: high and low parts of the ids."""
     num_draws = 5_000
-    ids = torch.tensor(sample(torch.zeros(num_draws, 2_500), make_rows(num_draws, 5)).token_ids)
+    flat = sample(torch.zeros(num_draws, 2_500), make_rows(num_draws, 5), kernels)
+    ids = torch.tensor(flat.token_ids)
     for buckets in (ids // 50, ids % 50):
         counts = torch.bincount(buckets, minlength=50)
         assert chi_square_p_value(counts, torch.full((50,), num_draws / 50)) > MIN_P_VALUE
@@ -219,9 +241,7 @@ def test_thresholds_equal_a_full_sort(name: str, vocab_size: int):
     def thresholds(*sequences: Sequence) -> Tensor:
         rows = scores.repeat(len(sequences), 1)
         values = rows.topk(min(64, vocab_size)).values
-        return sampler._thresholds(
-            rows, values, make_batch(*sequences), torch.arange(len(sequences))
-        )
+        return draw._thresholds(rows, values, *filters_of(make_batch(*sequences)))
 
     # A wide top_k widens the search of its neighbours, so each row is alone and among all.
     for filters, seq, among_all in zip(
@@ -237,22 +257,40 @@ def test_thresholds_equal_a_full_sort(name: str, vocab_size: int):
             assert not (kept & ~most).any(), (filters, int(kept.sum()), int(most.sum()))
 
 
-@pytest.mark.parametrize("body", ["ref", "auto"])
+def kept_and_nearly_kept(scores: Tensor, **filters: float) -> tuple[Tensor, Tensor]:
+    """What is left on either side of rounding. A body may leave any set between the two."""
+    least, most = (
+        kept_by_sort(scores, **filters, slack=slack) & (scores > -math.inf)
+        for slack in (ROUNDING, -ROUNDING)
+    )
+    return least, most
+
+
+def assert_is_best_of_kept(
+    token_id: int, scores: Tensor, noise: Tensor, least: Tensor, most: Tensor, *what: object
+) -> None:
+    """The definition, without candidates, bounds on the noise or a wide path."""
+    best = int((scores + noise).masked_fill(~least, -math.inf).argmax())
+    allowed = {best, *(most & ~least).nonzero().flatten().tolist()}
+    assert token_id in allowed, (what, token_id, best)
+
+
 @pytest.mark.parametrize("vocab_size", [5, 100, 1000, 50_000])
 @pytest.mark.parametrize("name", CASE_NAMES)
-def test_draw_is_the_best_noisy_score_of_all_that_is_kept(name: str, vocab_size: int, body: str):
-    """The definition, without candidates, bounds on the noise or a wide path."""
+def test_draw_is_the_best_noisy_score_of_all_that_is_kept(
+    name: str, vocab_size: int, kernels: Kernels, monkeypatch: pytest.MonkeyPatch
+):
     num_wide = 0
-    draw_wide = BODIES[body].draw_wide
 
     def counted(*arguments: Tensor) -> Tensor:
         nonlocal num_wide
         num_wide += 1
-        return draw_wide(*arguments)
+        return gumbel.draw_wide(*arguments)
 
-    kernels = Kernels(draw_wide=counted)
+    monkeypatch.setattr(draw, "draw_wide", counted)
     logits = dict(_cases(vocab_size))[name]
     filters = [{}, {"top_p": 0.5}, {"top_k": 2000}, {"min_p": 0.9}, {"temperature": 0.5}]
+    filters += [{"top_p": 0.95, "top_k": 70, "min_p": 0.01, "temperature": 1.5}]
     sequences = [
         make_sequence(SamplingParams(**chosen, seed=seed), prompt=(1,) * (1 + seed))
         for chosen in filters
@@ -260,21 +298,72 @@ def test_draw_is_the_best_noisy_score_of_all_that_is_kept(name: str, vocab_size:
     ]
     sampling = make_batch(*sequences)
     ids = sample(logits.repeat(len(sequences), 1), sampling, kernels).token_ids
+    ids_of_row = torch.arange(vocab_size)
     for i, seq in enumerate(sequences):
         p = seq.params
         scores = (logits - logits.max()) / p.temperature
-        rows = torch.tensor([i])
-        ids_of_row = torch.arange(vocab_size)
-        noise = gumbel.gumbel(
-            noise_hashes(sampling.seeds[rows], sampling.positions[rows], ids_of_row)
-        )
-        if p.top_p < 1 or p.top_k or p.min_p:
-            values = scores.topk(min(64, vocab_size)).values
-            threshold = sampler._thresholds(scores[None], values[None], sampling, rows)
-            scores = scores.masked_fill(scores < threshold, -math.inf)
-        assert ids[i] == int((scores + noise).argmax()), p
-    if vocab_size == 50_000 and name in ("flat", "nearly flat"):
+        key = gumbel.row_keys(sampling.seeds[i : i + 1], sampling.positions[i : i + 1])
+        noise = gumbel.gumbel(gumbel.hash_ids(key, ids_of_row.to(torch.int32)))
+        if i % 20 == 0:
+            kept = kept_and_nearly_kept(scores, top_k=p.top_k, top_p=p.top_p, min_p=p.min_p)
+        assert_is_best_of_kept(ids[i], scores, noise, *kept, p)
+    if vocab_size == 50_000 and name in ("flat", "nearly flat") and kernels.draw is draw_ref:
         assert num_wide >= 0.8 * len(sequences)
+
+
+def key_of(token_id: int, wanted: int) -> int:
+    """The int32 row key that gives this id the hash `wanted`: murmur3's finaliser backwards."""
+
+    def mix(x: int) -> int:
+        x = (x ^ (x >> 16)) * 0x85EBCA6B % 2**32
+        x = (x ^ (x >> 13)) * 0xC2B2AE35 % 2**32
+        return x ^ (x >> 16)
+
+    x = wanted ^ (wanted >> 16)
+    x = x * pow(0xC2B2AE35, -1, 2**32) % 2**32
+    x ^= (x >> 13) ^ (x >> 26)
+    x = x * pow(0x85EBCA6B, -1, 2**32) % 2**32
+    key = x ^ (x >> 16) ^ mix(token_id)
+    return key - (key >> 31 << 32)
+
+
+def test_key_of_gives_an_id_the_noise_that_is_wanted():
+    for token_id, wanted in ((0, 2**24 - 1), (49_999, 2**24 - 1), (7, 123_456), (151_935, 0)):
+        keys, ids = (
+            torch.tensor([key_of(token_id, wanted)], dtype=torch.int32),
+            torch.tensor([token_id], dtype=torch.int32),
+        )
+        assert int(gumbel.hash_ids(keys, ids)) == wanted
+
+
+@pytest.mark.parametrize("vocab_size", [5, 100, 1000, 50_000])
+@pytest.mark.parametrize("name", CASE_NAMES)
+def test_the_last_id_that_is_kept_can_be_drawn_and_the_next_one_cannot(
+    name: str, vocab_size: int, kernels: Kernels
+):
+    """With the largest noise that there is for that very id: this shows the threshold itself."""
+    logits = dict(_cases(vocab_size))[name]
+    scores = logits - logits.max()
+    rows = []
+    for filters in FILTER_VALUES:
+        least, most = kept_and_nearly_kept(scores, **filters)
+        last = scores.masked_fill(~least, math.inf).argmin()
+        rows.append((filters, least, most, int(last)))
+        if not most.all():
+            rows.append((filters, least, most, int(scores.masked_fill(most, -math.inf).argmax())))
+    sampling = make_batch(*[make_sequence(SamplingParams(**row[0])) for row in rows])
+    keys = torch.tensor([key_of(row[3], 2**24 - 1) for row in rows], dtype=torch.int32)
+    arguments = (sampling.temperatures, *filters_of(sampling), keys)
+    ids = kernels.draw(logits.repeat(len(rows), 1), *arguments).tolist()
+    num_drawn = num_last = 0
+    for key, token_id, (filters, least, most, target) in zip(keys, ids, rows, strict=True):
+        noise = gumbel.gumbel(gumbel.hash_ids(key, torch.arange(vocab_size, dtype=torch.int32)))
+        assert_is_best_of_kept(token_id, scores, noise, least, most, filters, target)
+        num_drawn += token_id == target
+        num_last += bool(least[target])
+        assert least[target] or token_id != target
+    if name != "peaked":  # there the last one is too far below even for that noise
+        assert num_drawn >= 0.8 * num_last
 
 
 # The noise
@@ -359,7 +448,7 @@ def test_gumbel_is_finite_and_bounded_by_what_the_shortcut_assumes():
 # A row depends on itself only
 
 
-def test_draws_depend_on_neither_row_nor_neighbours():
+def test_draws_depend_on_neither_row_nor_neighbours(kernels: Kernels):
     generator = torch.Generator().manual_seed(0)
     options = [
         {},
@@ -378,22 +467,22 @@ def test_draws_depend_on_neither_row_nor_neighbours():
     ]
     logits = torch.randn(len(sequences), 1000, generator=generator)
     alone = [
-        sample(row.clone()[None], make_batch(seq)).token_ids[0]
+        sample(row.clone()[None], make_batch(seq), kernels).token_ids[0]
         for row, seq in zip(logits, sequences, strict=True)
     ]
-    assert sample(logits.clone(), make_batch(*sequences)).token_ids == alone
+    assert sample(logits.clone(), make_batch(*sequences), kernels).token_ids == alone
     order = torch.randperm(len(sequences), generator=generator).tolist()
     for part in (order, order[:5], order[7:20]):
-        mixed = sample(logits[part], make_batch(*(sequences[i] for i in part))).token_ids
+        mixed = sample(logits[part], make_batch(*(sequences[i] for i in part)), kernels).token_ids
         assert mixed == [alone[i] for i in part]
 
 
-def test_seed_and_position_both_matter():
+def test_seed_and_position_both_matter(kernels: Kernels):
     logits = torch.zeros(1, 1000)
 
     def draw(seed: int, length: int) -> int:
         seq = make_sequence(SamplingParams(seed=seed), (1,) * length)
-        return sample(logits.clone(), make_batch(seq)).token_ids[0]
+        return sample(logits.clone(), make_batch(seq), kernels).token_ids[0]
 
     assert draw(1, 3) == draw(1, 3)
     assert len({draw(1, length) for length in range(1, 21)}) > 15
@@ -403,15 +492,15 @@ def test_seed_and_position_both_matter():
 # Extremes
 
 
-def test_tiny_temperature_is_greedy_and_huge_is_uniform():
+def test_tiny_temperature_is_greedy_and_huge_is_uniform(kernels: Kernels):
     generator = torch.Generator().manual_seed(1)
     logits = torch.randn(500, 20, generator=generator)
     logits[:, 4] = -math.inf
     for temperature in (1e-30, 1e-46, 1e-42):
-        tiny = sample(logits.clone(), make_rows(500, temperature=temperature))
+        tiny = sample(logits.clone(), make_rows(500, temperature=temperature), kernels)
         assert tiny.token_ids == logits.argmax(-1).tolist()
     draws = 20_000
-    hot = sample(logits[:1].repeat(draws, 1), make_rows(draws, temperature=1e30)).token_ids
+    hot = sample(logits[:1].repeat(draws, 1), make_rows(draws, temperature=1e30), kernels).token_ids
     counts = torch.bincount(torch.tensor(hot), minlength=20)
     assert counts[4] == 0
     expected = torch.full((20,), draws / 19)
@@ -419,34 +508,34 @@ def test_tiny_temperature_is_greedy_and_huge_is_uniform():
     assert chi_square_p_value(counts, expected) > MIN_P_VALUE
 
 
-def test_tiny_temperature_draws_among_equals():
+def test_tiny_temperature_draws_among_equals(kernels: Kernels):
     logits = torch.tensor([1.0, 3.0, 3.0, -math.inf]).repeat(4000, 1)
     counts = torch.bincount(
-        torch.tensor(sample(logits, make_rows(4000, temperature=1e-30)).token_ids)
+        torch.tensor(sample(logits, make_rows(4000, temperature=1e-30), kernels).token_ids)
     )
     assert chi_square_p_value(counts[1:], torch.tensor([2000.0, 2000.0])) > MIN_P_VALUE
     assert counts[0] == 0
 
 
-def test_filters_beside_a_temperature_that_is_zero_in_fp32():
+def test_filters_beside_a_temperature_that_is_zero_in_fp32(kernels: Kernels):
     """SamplingParams takes 1e-46, which no fp32 holds: the row is greedy, filters or not."""
     sequences = [make_sequence(SamplingParams(temperature=1e-46, top_k=3))]
-    assert sample(torch.tensor([[0.0, 2.0, 1.0]]), make_batch(*sequences)).token_ids == [1]
+    assert sample(torch.tensor([[0.0, 2.0, 1.0]]), make_batch(*sequences), kernels).token_ids == [1]
 
 
 @pytest.mark.parametrize("top_k", [2**31, 2**63 - 1, 2**63, 2**70])
-def test_top_k_of_any_size_is_off_or_refused(top_k: int):
+def test_top_k_of_any_size_is_off_or_refused(top_k: int, kernels: Kernels):
     """Beyond the vocabulary it is off; a number that no tensor holds must not fail the step."""
     try:
         params = SamplingParams(top_k=top_k, temperature=1e-3)
     except ValueError:
         return
-    assert sample(torch.tensor([[0.0, 2.0, 1.0]]), make_batch(make_sequence(params))).token_ids == [
-        1
-    ]
+    assert sample(
+        torch.tensor([[0.0, 2.0, 1.0]]), make_batch(make_sequence(params)), kernels
+    ).token_ids == [1]
 
 
-def test_masked_rows_beside_greedy_rows():
+def test_masked_rows_beside_greedy_rows(kernels: Kernels):
     """-inf logits, one allowed id or none, in greedy and drawn rows: nothing else changes."""
     logits = torch.randn(6, 200, generator=torch.Generator().manual_seed(2))
     logits[1] = -math.inf
@@ -456,13 +545,13 @@ def test_masked_rows_beside_greedy_rows():
     logits[4] = -math.inf
     params = [{"temperature": t, "logprobs": 1} for t in (0, 0, 0, 1, 1, 1)]
     sampling = make_batch(*(make_sequence(SamplingParams(**p)) for p in params))
-    ids, logprobs = sample(logits.clone(), sampling)
+    ids, logprobs = sample(logits.clone(), sampling, kernels)
     assert ids[0] == int(logits[0].argmax())
     assert ids[1] == 17
     assert ids[3] == 199
     assert all(0 <= token_id < 200 for token_id in ids)
     last = make_batch(make_sequence(SamplingParams(**params[5])))
-    assert ids[5] == sample(logits[5:].clone(), last).token_ids[0]
+    assert ids[5] == sample(logits[5:].clone(), last, kernels).token_ids[0]
     for row in (0, 1, 3, 5):
         assert all(
             math.isfinite(found.logprob) for i, found in logprobs[row].items() if i == ids[row]
@@ -470,24 +559,100 @@ def test_masked_rows_beside_greedy_rows():
     assert logprobs[1][17].logprob == 0
 
 
-def test_masked_ids_are_never_drawn():
+def test_masked_ids_are_never_drawn(kernels: Kernels):
     """A mask beside top_p in a large vocabulary at a high temperature."""
     logits = torch.randn(30_000, generator=torch.Generator().manual_seed(3))
     logits[::2] = -math.inf
     for params in ({}, {"top_p": 0.6}, {"top_k": 20_000}, {"temperature": 1e30}):
         ids = sample(
-            logits.repeat(20, 1), make_rows(20, **{"temperature": 4.0, **params})
+            logits.repeat(20, 1), make_rows(20, **{"temperature": 4.0, **params}), kernels
         ).token_ids
         assert all(token_id % 2 for token_id in ids)
 
 
-def test_greedy_ties_go_to_the_lowest_id():
+def test_greedy_ties_go_to_the_lowest_id(kernels: Kernels):
     for vocab_size in (3, 100, 5000, 151_936):
         logits = torch.zeros(3, vocab_size)
         logits[1, vocab_size // 3 :: 2] = 1.0
         logits[2, -1] = 1.0
         sampling = make_batch(*[make_sequence(SamplingParams(temperature=0))] * 3)
-        assert sample(logits, sampling).token_ids == [0, vocab_size // 3, vocab_size - 1]
+        assert sample(logits, sampling, kernels).token_ids == [0, vocab_size // 3, vocab_size - 1]
+
+
+@pytest.mark.parametrize("value", [math.nan, -math.inf])
+@pytest.mark.parametrize(
+    "filters", [{}, {"temperature": 0}, {"top_k": 3}, {"top_p": 0.5}, {"min_p": 0.5, "top_k": 70}]
+)
+def test_rows_without_a_largest_logit_draw_some_id_of_the_vocabulary(
+    value: float, filters: dict, kernels: Kernels
+):
+    """A model that overflows must not end in an id that no embedding has, nor beyond a row."""
+    logits = torch.randn(3, 1001, generator=torch.Generator().manual_seed(8))
+    sequences = [make_sequence(SamplingParams(**filters, seed=i)) for i in range(3)]
+    healthy = sample(logits.clone(), make_batch(*sequences), kernels).token_ids
+    logits[1] = value
+    found = sample(logits, make_batch(*sequences), kernels).token_ids
+    assert found[::2] == healthy[::2]
+    assert 0 <= found[1] < 1001
+
+
+def test_a_large_row_of_equals_takes_no_longer_than_others(kernels: Kernels):
+    """All tie with the threshold, and so all are kept: work must not grow with their square."""
+    flat = torch.zeros(2, 1 << 20)
+    assert len(set(sample(flat, make_rows(2, top_k=20), kernels).token_ids)) == 2
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_twin_draws_the_same_with_any_number_of_threads_and_strided_rows(threads: int):
+    """It writes scores over the logits, and nothing between rows."""
+    options = [{}, {"temperature": 0}, {"top_k": 3}, {"top_p": 0.7}, {"min_p": 0.3, "top_p": 0.9}]
+    sequences = [
+        make_sequence(SamplingParams(**options[i % 5], seed=i), (1,) * (1 + i)) for i in range(17)
+    ]
+    for vocab_size in (1, 3, 16, 1001):
+        logits = 3 * torch.randn(17, vocab_size + 5, generator=torch.Generator().manual_seed(9))
+        rows, beside = logits[:, 2:-3], (logits[:, :2].clone(), logits[:, -3:].clone())
+        expected = sample(rows.clone(), make_batch(*sequences)).token_ids
+        drawn = make_draw_cpu(kernel_library("native"), threads)
+        assert sample(rows, make_batch(*sequences), Kernels(draw=drawn)).token_ids == expected
+        assert torch.equal(logits[:, :2], beside[0])
+        assert torch.equal(logits[:, -3:], beside[1])
+
+
+ROWS = {
+    "logits": torch.zeros(2, 8),
+    "temperatures": torch.ones(2),
+    "top_k": torch.zeros(2, dtype=torch.int64),
+    "top_p": torch.ones(2),
+    "min_p": torch.zeros(2),
+    "keys": torch.zeros(2, dtype=torch.int32),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("logits", torch.zeros(2, 8).double(), r"logits: got torch.float64 \(2, 8\)"),
+        ("logits", torch.zeros(2, 8).bfloat16(), "logits: got torch.bfloat16"),
+        ("logits", torch.zeros(8), r"logits: got torch.float32 \(8,\)"),
+        ("logits", torch.zeros(8, 2).T, r"strides \(1, 2\), need \[R, V\] of float32"),
+        ("temperatures", torch.ones(3), r"got torch.float32 \(3,\), need torch.float32 \[2\]"),
+        ("temperatures", torch.ones(2).double(), "got torch.float64"),
+        ("top_k", torch.zeros(2, dtype=torch.int32), "got torch.int32 .* need torch.int64"),
+        ("top_p", torch.ones(4)[::2], "contiguous"),
+        ("min_p", torch.zeros(2, 1), r"got torch.float32 \(2, 1\)"),
+        ("keys", torch.zeros(2, dtype=torch.int64), "got torch.int64 .* need torch.int32"),
+    ],
+)
+def test_twin_refuses_what_it_would_misread(name: str, value: Tensor, message: str):
+    with pytest.raises(ValueError, match=message):
+        body("native")(*(ROWS | {name: value}).values())
+
+
+def test_engine_draws_with_the_twin():
+    body("native")
+    assert select_kernels(CPU, "auto", False).draw is not draw_ref
+    assert select_kernels(CPU, "ref", False).draw is draw_ref
 
 
 # Penalties, biases, forbidden ids

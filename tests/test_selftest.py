@@ -21,7 +21,7 @@ KERNELS = Path(nanoinfer.kernels.__file__).parent
 FLAGS = [flag for flag in _FLAGS if flag not in ("-shared", "-fPIC")]
 NAMES = {
     *("rms_norm", "rms_norm_quantized", "rotary", "norm_rope_store", "silu_mul", "store_kv"),
-    *("paged_attention", "draw_wide"),
+    *("paged_attention", "draw", "linear_bf16", "linear_int8"),
 }
 ARM_COMPILER = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")
@@ -48,7 +48,7 @@ def test_every_kernel_is_in_the_self_test():
     assert {*re.findall(r'extern "C" \w+ nanoinfer_(\w+)\(', text)} == NAMES | {"omp_max_threads"}
 
 
-@pytest.mark.parametrize("level", ["native", "x86-64-v3"])  # with AVX-512 native is v4
+@pytest.mark.parametrize("level", ["native", *NEEDED])
 def test_kernels_pass_on_this_machine(tmp_path, level):
     if not NEEDED.get(level, set()) <= cpu_features():
         pytest.skip(f"this CPU cannot run {level}")
