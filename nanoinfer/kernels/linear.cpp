@@ -28,6 +28,7 @@ namespace {
 constexpr int64_t BLOCK = 64;             // rows of W
 constexpr int64_t HALF = BLOCK / 2;       // what threads share out
 constexpr int64_t CHUNK = 256;            // steps at a time: as much of a block as the cache holds
+constexpr int64_t LINE = 16;              // units in a cache line
 constexpr int64_t PANEL = 512;            // rows of x at a time: as many as the cache holds
 constexpr int R_MAX = BYTES == 64 ? 6 : 4;
 constexpr int C_MAX = BYTES == 32 ? 2 : 4;
@@ -45,12 +46,15 @@ vi multiply_add(int8_t, vi acc, vu w, vu x) {
 }
 
 // sums [R][BLOCK] += R rows of x (rows apart by `stride` bytes) times C vectors of n steps.
+// Meanwhile `lines` cache lines a step are fetched from `next` on.
 template <int R, int C, class T, class V, class S>
-void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums) {
+void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums,
+          const uint32_t* next, int64_t lines) {
   V acc[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = read<V>(sums + r * BLOCK + c * W);
   for (int64_t k = 0; k < n; k++) {
+    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(next + (k * lines + i) * LINE, 0, 2);
     vu weights[C];
     for (int c = 0; c < C; c++) weights[c] = read<vu>(w + k * BLOCK + c * W);
     for (int r = 0; r < R; r++) {
@@ -75,14 +79,16 @@ void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t n, 
     const int64_t count = std::min(CHUNK, steps - k);
     for (int64_t t = 0; t < tiles; t++) {  // of nearly equal height
       const int64_t m = t * s.M / tiles, rows = (t + 1) * s.M / tiles - m;
+      // The first tile brings the chunk from memory, which would then rest until the next one.
+      const int64_t lines = tiles < 3 || t == 0 ? 0 : tiles == 3 ? 2 : t < 5;
+      const uint32_t* next = w + (k + count) * BLOCK + (t - 1) * lines * count * LINE;
       with_constant<R_MAX>(rows, [&](auto height) {
-        for (int64_t c = 0; c < columns; c += C_MAX * W)
-          if (columns - c >= C_MAX * W)
-            tile<height, C_MAX, T, V>(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count,
-                                   sums + m * BLOCK + c);
-          else
-            tile<height, HALF / W, T, V>(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count,
-                                      sums + m * BLOCK + c);
+        for (int64_t c = 0; c < columns; c += C_MAX * W) {
+          const bool is_whole = columns - c >= C_MAX * W;
+          const auto run = is_whole ? tile<height, C_MAX, T, V, S> : tile<height, HALF / W, T, V, S>;
+          run(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count, sums + m * BLOCK + c,
+              next, c == 0 ? lines : 0);
+        }
       });
     }
   }
