@@ -12,9 +12,9 @@ inside each sequence. Keys are found through the block table:
 """
 
 import math
+import mmap
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -22,8 +22,6 @@ from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.norm_rope_store import HeadNorms
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
-
-_CACHE_LINE = 64
 
 
 class KVCache(NamedTuple):
@@ -54,10 +52,8 @@ def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> 
     """Like torch.zeros; but on a CPU a page takes no memory (nor time) until it is written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    num_bytes = math.prod(shape) * dtype.itemsize
-    memory = np.zeros(num_bytes + _CACHE_LINE, dtype=np.uint8)  # calloc
-    start = -memory.ctypes.data % _CACHE_LINE
-    return torch.from_numpy(memory[start : start + num_bytes]).view(dtype).view(shape)
+    memory = mmap.mmap(-1, math.prod(shape) * dtype.itemsize)
+    return torch.frombuffer(memory, dtype=dtype).view(shape)
 
 
 class Attention(nn.Module):
