@@ -68,10 +68,10 @@ class ModelRunner:
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledTokens]:
         """One step: forward, logits of the rows that matter, sampling."""
-        hidden = self._forward(batch)  # [T, E]
+        hidden, logits_indices = self._forward(batch)
         results = [SampledTokens([])] * batch.num_entries
         if batch.sampling is not None:
-            logits = self._model.logits(hidden[batch.logits_indices])  # [R, V]
+            logits = self._model.logits(hidden[logits_indices])  # [R, V]
             token_ids, logprobs = sample(logits, batch.sampling, self.kernels)
             rows = zip(batch.sampled_entries, token_ids, logprobs, strict=True)
             for i, token_id, logprob in rows:
@@ -81,10 +81,13 @@ class ModelRunner:
             results[wanted.entry] = results[wanted.entry]._replace(prompt_logprobs=found)
         return results
 
-    def _forward(self, batch: Batch) -> Tensor:
+    def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | slice]:
+        """Hidden states, and which of them are sampled from."""
         if self._graphs is not None and self._graphs.can_run(batch):
-            return self._graphs.run(batch)
-        return self._model(batch, self._caches)
+            return self._graphs.run(batch), batch.logits_indices
+        if batch.prompt_logprobs or len(batch.logits_indices) == 0:
+            return self._model(batch, self._caches), batch.logits_indices
+        return self._model(batch, self._caches, batch.logits_indices), slice(None)
 
     def _prompt_logprobs(
         self, hidden: Tensor, targets: list[int], num_logprobs: int

@@ -50,10 +50,11 @@ class SelfAttention(nn.Module):
         self._head_dim = D
         self.attn = Attention(D, rope, norms, kernels)
 
-    def forward(self, hidden: Tensor, cache: KVCache, batch: Batch) -> Tensor:
+    def forward(self, hidden: Tensor, cache: KVCache, batch: Batch, rows: Tensor | None) -> Tensor:
         projected = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
         q, k, v = (part.unflatten(-1, (-1, self._head_dim)) for part in projected)  # [T, heads, D]
-        return self.o_proj(self.attn(q, k, v, cache, batch))
+        attended = self.attn(q, k, v, cache, batch)  # [T, H * D]
+        return self.o_proj(attended if rows is None else attended[rows])
 
 
 class DecoderLayer(nn.Module):
@@ -68,14 +69,23 @@ class DecoderLayer(nn.Module):
         self.mlp = MLP(E, config.intermediate_size, kernels, **factory)
 
     def forward(
-        self, hidden: Tensor, residual: Tensor | None, cache: KVCache, batch: Batch
+        self,
+        hidden: Tensor,
+        residual: Tensor | None,
+        cache: KVCache,
+        batch: Batch,
+        rows: Tensor | None,
     ) -> tuple[Tensor, Tensor]:
-        """`hidden` is what the layer before adds; the sum is made by this layer's first norm."""
+        """`hidden` is what the layer before adds; the sum is made by this layer's first norm.
+
+        Behind attention only `rows` go on; None: all.
+        """
         if residual is None:
             normed, residual = self.input_layernorm(hidden), hidden
         else:
             normed, residual = self.input_layernorm(hidden, residual)
-        hidden = self.self_attn(normed, cache, batch)
+        hidden = self.self_attn(normed, cache, batch, rows)
+        residual = residual if rows is None else residual[rows]
         normed, residual = self.post_attention_layernorm(hidden, residual)
         return self.mlp(normed), residual
 
@@ -98,13 +108,19 @@ class Decoder(nn.Module):
         batch: Batch,
         caches: list[KVCache],
         start_layer: Callable[[int], None] | None = None,
+        rows: Tensor | None = None,
     ) -> Tensor:
-        """Embedded tokens [T, E] -> hidden states [T, E]. start_layer is told which one begins."""
-        residual = None
+        """Embedded tokens [T, E] -> hidden states of `rows`, or of all.
+
+        start_layer is told which one begins. The last layer's keys and values are the last thing
+        that all tokens are needed for, so that the rest of it is done for `rows` alone.
+        """
+        residual, last = None, len(self.layers) - 1
         for i, (layer, cache) in enumerate(zip(self.layers, caches, strict=True)):
             if start_layer is not None:
                 start_layer(i)
-            hidden, residual = layer(hidden, residual, cache, batch)
+            chosen = rows if i == last else None
+            hidden, residual = layer(hidden, residual, cache, batch, chosen)
         hidden, _ = self.norm(hidden, residual)
         return hidden
 
@@ -149,9 +165,9 @@ class CausalLM(nn.Module):
         """What each layer caches; the runner allocates it."""
         return [self._cache_spec] * len(self.model.layers)
 
-    def forward(self, batch: Batch, caches: list[KVCache]) -> Tensor:
-        """[T, E], after the final norm."""
-        return self.run_layers(self.embed(batch.input_ids), batch, caches)
+    def forward(self, batch: Batch, caches: list[KVCache], rows: Tensor | None = None) -> Tensor:
+        """Hidden states after the final norm: [T, E], or those of `rows` (not empty)."""
+        return self.model(self.embed(batch.input_ids), batch, caches, rows=rows)
 
     def embed(self, input_ids: Tensor) -> Tensor:
         return self.model.embed_tokens(input_ids)  # [T, E]
