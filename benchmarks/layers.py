@@ -116,7 +116,7 @@ def linear(T: int) -> Iterator[Form]:
     for layer in layers:
         for part, weight in zip(layer.cuts, weights, strict=True):
             layer.load("weight", part, weight)
-    layers[1].pack()
+    layers[1].pack(cpp_kernels().pack_weight)
     size = nbytes(x, *weights) + T * (H + 2 * KV) * D * DTYPE.itemsize
     yield Form("q, k, v one after the other", lambda: [F.linear(x, w) for w in weights])
     yield Form("qkv in one", lambda: layers[0](x), 1, size)
@@ -232,7 +232,6 @@ def sampler(R: int) -> Iterator[Form]:
             min_p=torch.zeros(R),
             seeds=torch.arange(R),
             positions=torch.arange(R),
-            has_filters=top_k > 0,
             added=None,
             repetition=None,
             penalties=None,

@@ -13,6 +13,9 @@ read or written), in the step in the middle; operations those of matrix products
 least time is the longer of the two at the rates of limits.py. A share of it over 100% is no error:
 a cache served what memory could not have, or int8 multiplied what bf16 could not have.
 
+Decoding runs layer by layer here. Recorded (nanoinfer/cpu_graphs.py), as an engine runs it, a step
+is shorter by the "python & rest" of its forward pass, and by the checks in front of each kernel.
+
 What must hold: all measured steps do the same work. Measure on an idle machine. The file is not
 called profile.py, which would hide Python's own module from every script in this folder.
 

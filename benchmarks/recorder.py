@@ -144,6 +144,8 @@ def recording(engine: LLMEngine, recorder: Recorder) -> Iterator[None]:
         else:
             stages += [(runner._model, "forward", "forward"), (runner._model, "logits", "logits")]
             stages.append((nanoinfer.model_runner, "sample", "sampling"))
+            # Recorded steps have no layers to be seen: here they run layer by layer.
+            stack.enter_context(mock.patch.object(runner, "_graphs", None))
             for patch in _op_patches(runner._model, runner.kernels, recorder):
                 stack.enter_context(patch)
         for owner, name, stage in stages:

@@ -52,7 +52,6 @@ class SamplingBatch:
     repetition: Entries | None  # factors over prompt and output
     penalties: Entries | None  # presence and frequency, over the output
     num_logprobs: list[int | None]
-    has_filters: bool
 
 
 class PromptLogprobs(NamedTuple):
@@ -188,7 +187,6 @@ def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch
         repetition=entries(repetition),
         penalties=entries(penalties),
         num_logprobs=[p.logprobs for p in params],
-        has_filters=any(p.top_k > 0 or p.top_p < 1 or p.min_p > 0 for p in params),
     )
 
 

@@ -31,6 +31,7 @@ FILES = [
     "block_manager.py",
     "batch.py",
     "model_runner.py",
+    "cpu_graphs.py",
     "models/qwen3.py",
     "layers/parameter.py",
     "layers/embedding.py",

@@ -26,7 +26,7 @@ CPP_FILES = sorted(
 
 # The first pattern that fits a file holds, so exact names stand before `*`.
 BUDGETS = {
-    "llm.py": 250,
+    "llm.py": 260,
     "config.py": 120,
     "model_config.py": 160,
     "sampling_params.py": 120,
@@ -37,8 +37,9 @@ BUDGETS = {
     "tokenizer.py": 150,
     "scheduler.py": 200,
     "block_manager.py": 200,
-    "batch.py": 150,
+    "batch.py": 160,
     "model_runner.py": 200,
+    "cpu_graphs.py": 150,
     "loader.py": 150,
     "gguf.py": 190,
     "demo.py": 80,
@@ -52,7 +53,7 @@ BUDGETS = {
     "layers/parameter.py": 80,
     "models/qwen3.py": 250,
     "kernels/*.py": 200,
-    "kernels/paged_attention.cpp": 300,
+    "kernels/paged_attention.cpp": 360,
     "kernels/*.cpp": 200,
     "kernels/*.h": 200,
     "*__init__.py": 20,
@@ -82,6 +83,7 @@ STAGES = {
     "block_manager": 2,
     "batch": 3,
     "model_runner": 4,
+    "cpu_graphs": 4,
     "loader": 4,
     "sampler": 4,
     "models": 5,
