@@ -188,3 +188,32 @@ def test_threads_of_a_library_with_another_runtime(home):
     assert isinstance(library, ctypes.CDLL)
     assert build.num_threads(library) == 1
     assert torch.get_num_threads() == before
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("150000 100000", 1), ("50000 100000", 1), ("max 100000", 3), ("400000 100000", 3)],
+)
+def test_threads_keep_within_a_containers_quota(tmp_path, monkeypatch, text, expected):
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    before, path = torch.get_num_threads(), tmp_path / "cpu.max"
+    path.write_text(text + "\n")
+    try:
+        torch.set_num_threads(3)
+        build.respect_cpu_quota(path)
+        assert torch.get_num_threads() == expected
+    finally:
+        torch.set_num_threads(before)
+
+
+def test_a_users_number_of_threads_goes_before_the_quota(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")
+    before, path = torch.get_num_threads(), tmp_path / "cpu.max"
+    path.write_text("100000 100000")
+    try:
+        torch.set_num_threads(2)
+        build.respect_cpu_quota(path)
+        build.respect_cpu_quota(tmp_path / "missing")
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)

@@ -99,7 +99,7 @@ EARLIER_NAMES_USED = {
     ("model_runner.py", "batch.Batch"): "Batch.dummy, to measure memory",
     ("model_runner.py", "scheduler.SampledTokens"): "the type of what it returns",
 }
-ENVIRONMENT = {"XDG_CACHE_HOME", "CXX"}  # where the ecosystem has them
+ENVIRONMENT = {"XDG_CACHE_HOME", "CXX", "OMP_NUM_THREADS"}  # where the ecosystem has them
 
 
 class Source(NamedTuple):

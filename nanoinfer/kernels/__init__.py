@@ -14,7 +14,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.build import KernelBuildError, load_library, num_threads
+from nanoinfer.kernels.build import (
+    KernelBuildError,
+    load_library,
+    num_threads,
+    respect_cpu_quota,
+)
 from nanoinfer.kernels.draw import draw_ref, make_draw_cpu
 from nanoinfer.kernels.linear import LinearCpu, Pack, pack_never
 from nanoinfer.kernels.norm_rope_store import (
@@ -72,6 +77,8 @@ _ELEMENTWISE = (
 def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Kernels:
     """The best bodies that this machine has, with one warning if it lacks what they need."""
     table = Kernels()
+    if device.type == "cpu":
+        respect_cpu_quota()
     if kernels == "auto" and device.type == "cpu":
         table = _cpu_kernels()
     if use_compile:

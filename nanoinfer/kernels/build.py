@@ -84,6 +84,22 @@ def num_threads(library: ctypes.CDLL) -> int:
     return torch.get_num_threads() if _shares_torch_threads(library) else 1
 
 
+def respect_cpu_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> None:
+    """Let torch use no more threads than a container's share of the CPUs (cgroup v2).
+
+    Beyond it all threads are stopped together for the rest of each period, while those that wait at
+    a barrier burn what is left. With OMP_NUM_THREADS set the user has chosen.
+    """
+    try:
+        quota, period = path.read_text().split()
+        limit = max(1, int(quota) // int(period))
+    except (OSError, ValueError):  # no Linux, no cgroup v2, or "max"
+        return
+    if limit < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+        logger.info("threads: %d instead of %d, for the CPU quota", limit, torch.get_num_threads())
+        torch.set_num_threads(limit)
+
+
 def pointers(*tensors: torch.Tensor | None) -> list[int | None]:
     """Addresses for a call through ctypes; None for a tensor that is not there."""
     return [None if tensor is None else tensor.data_ptr() for tensor in tensors]
