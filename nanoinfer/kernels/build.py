@@ -95,7 +95,7 @@ def respect_cpu_quota(path: Path = Path("/sys/fs/cgroup/cpu.max")) -> None:
         limit = max(1, int(quota) // int(period))
     except (OSError, ValueError):  # no Linux, no cgroup v2, or "max"
         return
-    if limit < torch.get_num_threads() and "OMP_NUM_THREADS" not in os.environ:
+    if limit < torch.get_num_threads() and os.environ.get("OMP_NUM_THREADS") is None:
         logger.info("threads: %d instead of %d, for the CPU quota", limit, torch.get_num_threads())
         torch.set_num_threads(limit)
 
