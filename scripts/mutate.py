@@ -762,6 +762,12 @@ MUTATIONS = [
         "kernels/paged_attention.cpp",
         "const vf old = exp2(load(m) - top);",
         "const vf old = exp2(top - top);",
+        "tests/test_paged_attention.py::test_big_chunk",
+    ),
+    Mutation(
+        "kernels/paged_attention.cpp",
+        "*decay = std::exp2(*m - highest);",
+        "*decay = 1;",
         "tests/test_paged_attention.py::test_long_decode",
     ),
     Mutation(
