@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
+from test_gguf import NAMES
 
 from nanoinfer.gguf import _unpermute
 from nanoinfer.model_config import ModelConfig
@@ -279,20 +280,6 @@ def test_peers_need_only_the_standard_library():
         elif isinstance(node, ast.ImportFrom):
             modules.add((node.module or "").split(".")[0])
     assert modules <= sys.stdlib_module_names
-
-
-NAMES = {
-    "model.embed_tokens": "token_embd",
-    "model.norm": "output_norm",
-    "lm_head": "output",
-    "model.layers": "blk",
-    "input_layernorm": "attn_norm",
-    "post_attention_layernorm": "ffn_norm",
-    "self_attn.o_proj": "attn_output",
-    **{f"self_attn.{x}_norm": f"attn_{x}_norm" for x in "qk"},
-    **{f"self_attn.{x}_proj": f"attn_{x}" for x in "qkv"},
-    **{f"mlp.{x}_proj": f"ffn_{x}" for x in ("gate", "up", "down")},
-}
 
 
 def gguf_name(name: str) -> str:

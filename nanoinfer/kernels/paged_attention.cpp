@@ -43,7 +43,7 @@ namespace {
 
 constexpr int ROWS = 64, KEYS = 64;  // a tile of scores
 constexpr int SPLIT = 64;            // keys of an item, if one tile holds all rows of its sequence
-constexpr int STREAM_ROWS = 4;       // up to here keys are not worth widening
+constexpr int STREAM_ROWS = 4;       // up to here bandwidth counts, not products
 constexpr int AHEAD = 4;             // keys that are prefetched: pages lie anywhere
 constexpr float LOG2E = 1.44269504f;
 
