@@ -17,6 +17,7 @@ import logging
 from collections import OrderedDict
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from nanoinfer.batch import Batch
@@ -81,9 +82,9 @@ class CpuGraphs:
         tables = batch.block_tables.new_zeros(batch.num_entries, self._max_blocks)
         static = dataclasses.replace(
             batch,
-            positions=batch.positions.clone(),
-            slot_mapping=batch.slot_mapping.clone(),
-            seq_lens=batch.seq_lens.clone(),
+            positions=torch.empty_like(batch.positions),
+            slot_mapping=torch.empty_like(batch.slot_mapping),
+            seq_lens=torch.empty_like(batch.seq_lens),
             block_tables=tables,
         )
         _refill(static, batch)

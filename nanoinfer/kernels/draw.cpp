@@ -23,7 +23,6 @@ constexpr uint32_t MASK = (1u << 24) - 1;
 constexpr size_t NUM_SORTED = 1024;  // scores: a larger pool is split, never sorted
 constexpr int RANGES = 1024;          // of scores; the last holds all that are below LOWEST
 constexpr float PER_UNIT = 32, LOWEST = -(RANGES - 1) / PER_UNIT;
-typedef int32_t vi __attribute__((vector_size(BYTES)));
 typedef std::vector<float> Pool;
 
 template <class V> V mix(V x) {  // murmur3's finaliser: of one value, or of a vector of them

@@ -32,7 +32,6 @@ constexpr int64_t LINE = 16;              // units in a cache line
 constexpr int64_t PANEL = 512;            // rows of x at a time: as many as the cache holds
 constexpr int R_MAX = BYTES == 64 ? 6 : 4;
 constexpr int C_MAX = BYTES == 32 ? 2 : 4;
-typedef int32_t vi __attribute__((vector_size(BYTES)));
 
 // Four int8 of W, four uint8 of x.
 vi multiply_add(int8_t, vi acc, vu w, vu x) {
@@ -144,12 +143,13 @@ extern "C" void nanoinfer_linear_bf16(int is_fp32_out, void* out, const void* x,
                                       int64_t x_stride, int64_t y_stride, int threads) {
   const Shape shape{M, N, K, x_stride * 2};
   const auto run = [&](auto* y) {
-    for_each_row<bf16, vf, float>((const char*)x, shape, blocks, threads,
-                            [&](int64_t m, int64_t n, int64_t count, const float* sums) {
-                              auto* row = y + m * y_stride + n;
-                              for (int64_t i = 0; i < count; i++)
-                                narrow(sums[i] + (bias ? widen(bias[n + i]) : 0), row + i);
-                            });
+    for_each_row<bf16, vf, float>(
+        (const char*)x, shape, blocks, threads,
+        [&](int64_t m, int64_t n, int64_t count, const float* sums) {
+          auto* row = y + m * y_stride + n;
+          for (int64_t i = 0; i < count; i++)
+            narrow(sums[i] + (bias ? widen(bias[n + i]) : 0), row + i);
+        });
   };
   is_fp32_out ? run((float*)out) : run((bf16*)out);
 }

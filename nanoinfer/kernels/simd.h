@@ -21,6 +21,7 @@ constexpr int BYTES = 16, ACCUMULATORS = 16;
 #endif
 typedef float vf __attribute__((vector_size(BYTES)));
 typedef uint32_t vu __attribute__((vector_size(BYTES)));
+typedef int32_t vi __attribute__((vector_size(BYTES)));
 typedef uint16_t vh __attribute__((vector_size(BYTES / 2)));
 typedef uint16_t bf16;
 

@@ -149,13 +149,14 @@ class CausalLM(nn.Module):
         """
         embedding, head = self.model.embed_tokens, self.lm_head
         is_tied = head.weight is embedding.weight
+        is_shared = is_tied and quantization is None
         if is_tied:
             head.weight = nn.Parameter(embedding.weight.data, requires_grad=False)
         for module in self.modules():
             if isinstance(module, Linear):
                 if quantization is not None:
                     module.quantize(quantization)
-                if module is not head or not is_tied or quantization is not None:
+                if module is not head or not is_shared:
                     module.pack(pack)
                 elif (packed := module.pack(_if_readable(pack))) is not None:
                     assert packed.blocks is not None, "it is readable"
