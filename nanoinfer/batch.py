@@ -73,6 +73,8 @@ class Batch:
     cu_seqlens_q: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S] int32
     block_tables: Tensor  # [S, M] int32
+    state_sources: Tensor  # [S] int32, slots of the states to start from; 0: from nothing
+    state_slots: Tensor  # [S] int32, slots in which to leave them
     logits_indices: Tensor  # [R] int64
     sampled_entries: list[int]  # [R] which scheduled sequence a sampled row belongs to
     num_entries: int
@@ -108,6 +110,8 @@ class Batch:
             cu_seqlens_q=upload(cu_seqlens_q, np.int32),
             seq_lens=upload(starts + q_lens, np.int32),
             block_tables=upload(tables, np.int32),
+            state_sources=upload([entry.seq.state_source for entry in step], np.int32),
+            state_slots=upload([entry.seq.state_slot for entry in step], np.int32),
             logits_indices=upload(cu_seqlens_q[1:][sampled] - 1, np.int64),
             sampled_entries=sampled,
             num_entries=len(step),
@@ -128,6 +132,8 @@ class Batch:
             cu_seqlens_q=lengths,
             seq_lens=lengths[1:],
             block_tables=torch.zeros(1, num_blocks, dtype=torch.int32, device=device),
+            state_sources=lengths[:1],
+            state_slots=lengths[:1],
             logits_indices=zeros[:1],
             sampled_entries=[],
             num_entries=1,

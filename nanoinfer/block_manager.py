@@ -58,6 +58,7 @@ class BlockManager:
         self._by_hash: dict[int, int] = {}  # hash of a content -> block id
         self._twins: dict[int, int] = {}  # duplicate block -> the one that is registered
         self._next_chain_id = ROOT + 1
+        self.when_forgotten: Callable[[int], None] = lambda chain_id: None
 
     @property
     def num_free_blocks(self) -> int:
@@ -82,6 +83,18 @@ class BlockManager:
             blocks.append(block)
             parent = self._chain_ids[block]
         return blocks
+
+    def chain_ids(self, blocks: list[int]) -> list[int]:
+        """Of the chains that end in these registered blocks."""
+        return [self._chain_ids[block] for block in blocks]
+
+    def deepest(self, chain_ids: list[int]) -> int:
+        """Keys and values are there for every token: one may resume behind any block."""
+        return len(chain_ids)
+
+    def chunk_end(self, seq: Sequence, end: int) -> int:
+        """A chunk may end anywhere."""
+        return end
 
     def next_content(self, seq: Sequence, blocks: list[int]) -> BlockContent | None:
         """What the block behind `blocks` will hold; None while its tokens are not all known."""
@@ -174,7 +187,7 @@ class BlockManager:
         """The block is about to be overwritten: nothing may find it any more."""
         content = self._contents.pop(block, None)
         if content is not None:
-            del self._chain_ids[block]
+            self.when_forgotten(self._chain_ids.pop(block))
             key = self._hash(content)
             if self._by_hash.get(key) == block:
                 del self._by_hash[key]

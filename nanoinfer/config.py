@@ -49,7 +49,11 @@ class EngineConfig:
     num_kv_blocks: int | None = None
     """Size of the KV pool in blocks, the null block not counted. None: from memory."""
     kv_cache_memory: int | None = None
-    """Size of the KV pool in bytes. None: min(4 GiB, 30% of what is free) on a CPU."""
+    """Size of the KV pool, and of recurrent states, in bytes. None: min(4 GiB, 30% of what is free)
+    on a CPU."""
+    state_snapshot_memory: int | None = None
+    """Bytes of recurrent states that are kept for prefix hits (models with linear attention). None:
+    a quarter of the budget for caches."""
     gpu_memory_utilization: float = 0.9
     """Share of the GPU's memory for weights, activations and KV together."""
     enable_prefix_caching: bool = True
@@ -141,6 +145,10 @@ _CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "block_size": _COUNT,
     "num_kv_blocks": _MAYBE_COUNT,
     "kv_cache_memory": _MAYBE_COUNT,
+    "state_snapshot_memory": (
+        "None or an integer >= 0",
+        lambda v: v is None or v == 0 or _is_count(v),
+    ),
     "gpu_memory_utilization": ("a number in (0, 1]", _is_share),
     "enable_prefix_caching": _FLAG,
     "enforce_eager": _FLAG,

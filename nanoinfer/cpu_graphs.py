@@ -22,8 +22,7 @@ from torch import Tensor
 
 from nanoinfer.batch import Batch
 from nanoinfer.kernels.record import Recorder, Tape
-from nanoinfer.layers.attention import KVCache
-from nanoinfer.models.qwen3 import CausalLM
+from nanoinfer.models.qwen3 import Cache, CausalLM
 
 logger = logging.getLogger("nanoinfer")
 
@@ -40,7 +39,7 @@ class _Recording(NamedTuple):
 
 class CpuGraphs:
     def __init__(
-        self, model: CausalLM, caches: list[KVCache], recorder: Recorder, max_blocks: int
+        self, model: CausalLM, caches: list[Cache], recorder: Recorder, max_blocks: int
     ) -> None:
         self._model = model
         self._caches = caches
@@ -85,6 +84,8 @@ class CpuGraphs:
             positions=torch.empty_like(batch.positions),
             slot_mapping=torch.empty_like(batch.slot_mapping),
             seq_lens=torch.empty_like(batch.seq_lens),
+            state_sources=torch.empty_like(batch.state_sources),
+            state_slots=torch.empty_like(batch.state_slots),
             block_tables=tables,
         )
         _refill(static, batch)
@@ -96,4 +97,6 @@ def _refill(static: Batch, batch: Batch) -> None:
     static.positions.copy_(batch.positions)
     static.slot_mapping.copy_(batch.slot_mapping)
     static.seq_lens.copy_(batch.seq_lens)
+    static.state_sources.copy_(batch.state_sources)
+    static.state_slots.copy_(batch.state_slots)
     static.block_tables[:, : batch.block_tables.shape[1]].copy_(batch.block_tables)

@@ -42,6 +42,7 @@ from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams, check_params
 from nanoinfer.scheduler import Scheduler
 from nanoinfer.sequence import Sequence
+from nanoinfer.state_pool import StatePool
 from nanoinfer.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger("nanoinfer")
@@ -62,9 +63,15 @@ class LLMEngine:
         self._runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
         self.kernels = self._runner.kernels.name
         self.max_model_len = self._runner.max_model_len
-        pool = (self._runner.num_kv_blocks, config.block_size, config.enable_prefix_caching)
-        make_blocks = functools.partial(BlockManager, *pool)
-        self.scheduler = Scheduler(make_blocks, config.max_num_seqs, config.max_num_batched_tokens)
+        sizes = self._runner.cache_sizes
+        pool = (sizes.num_blocks, config.block_size, config.enable_prefix_caching)
+        slots = (sizes.max_num_seqs, sizes.max_snapshots, config.block_size)
+        self.scheduler = Scheduler(
+            functools.partial(BlockManager, *pool),
+            sizes.max_num_seqs,
+            config.max_num_batched_tokens,
+            functools.partial(StatePool, *slots) if self._runner.is_recurrent else None,
+        )
         self._requests: dict[str, Request] = {}
         self._counter = itertools.count()
         self._num_steps = 0

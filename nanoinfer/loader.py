@@ -23,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanoinfer.layers.linear import Linear
+from nanoinfer.layers.moe import Experts
 
 _FUSED = {
     "q_proj": "qkv_proj",
@@ -30,8 +31,16 @@ _FUSED = {
     "v_proj": "qkv_proj",
     "gate_proj": "gate_up_proj",
     "up_proj": "gate_up_proj",
+    "in_proj_qkv": "in_proj",
+    "in_proj_z": "in_proj",
+    "in_proj_b": "in_proj",
+    "in_proj_a": "in_proj",
 }
-_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$")  # old Llama files hold what is computed here
+# Old Llama files hold what is computed here. Images and drafts (MTP) are not read.
+_IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^model\.visual\.|^mtp\.")
+_PREFIX = re.compile(r"^model\.language_model\.")  # of the part that writes, where one sees too
+_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
+_OF_EXPERT = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _HUB_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
@@ -77,12 +86,13 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
                 if _IGNORED.search(name):
                     continue
                 target, shard = _target(name)
-                if (target, shard) not in missing:
+                found = {(target, part) for part in _parts(model, target, shard)}
+                if not found <= missing:
                     raise ValueError(
                         f"{path}: tensor {name!r} is there twice, or not part of this architecture"
                     )
                 _load(model, target, shard, file.get_tensor(name), name, path)
-                missing.remove((target, shard))
+                missing -= found
     head, embedding = ("lm_head.weight", ""), parameters["model.embed_tokens.weight"]
     if tie and (head in missing or torch.equal(parameters["lm_head.weight"], embedding)):
         model.tie_weights()  # type: ignore[operator]
@@ -133,14 +143,28 @@ def _open(path: Path) -> safe_open:
 
 def _target(name: str) -> tuple[str, str]:
     """Checkpoint name -> (parameter name, which part of it)."""
+    name = _PREFIX.sub("model.", name)
+    if expert := _EXPERT.match(name):
+        above, index, module = expert.groups()
+        return f"{above}.{_OF_EXPERT[module]}", f"{index}.{module}"
     parent, _, kind = name.rpartition(".")
     above, _, module = parent.rpartition(".")
     return (f"{above}.{_FUSED[module]}.{kind}", module) if module in _FUSED else (name, "")
 
 
 def _shards(model: nn.Module, parameter: str) -> list[str]:
-    module = model.get_submodule(parameter.rpartition(".")[0])
+    """The parts that fill a parameter."""
+    parent, _, kind = parameter.rpartition(".")
+    module = model.get_submodule(parent)
+    if isinstance(module, Experts):
+        return module.parts(kind)
     return list(module.cuts) if isinstance(module, Linear) else [""]
+
+
+def _parts(model: nn.Module, target: str, shard: str) -> list[str]:
+    """Which of a parameter's parts a tensor fills: all experts', if they come in one."""
+    is_expert = target.rpartition(".")[0].endswith(".mlp.experts")
+    return _shards(model, target) if is_expert and not shard else [shard]
 
 
 def _load(model: nn.Module, target: str, shard: str, tensor: Tensor, name: str, path: Path) -> None:

@@ -2,9 +2,9 @@
 
 In: a folder. Out: a frozen `ModelConfig`.
 
-A model is data plus one decoder: Qwen3, Qwen2 and Llama checkpoints become the same facts (has it
-q and k norms? biases on q, k, v? which rope?). What cannot be expressed is refused by name, from
-one table at the end of this file.
+A model is data plus one decoder: all checkpoints become the same facts (has it q and k norms?
+biases on q, k, v? which rope? which layers attend, which keep a state, which choose experts?). What
+cannot be expressed is refused by name, from one table at the end of this file.
 """
 
 import json
@@ -60,8 +60,61 @@ class RopeConfig:
             factor=float(rope.get("factor") or hf.max_position_embeddings / original),
             original_max_position=original,
             mrope_section=tuple(rope["mrope_section"]) if rope.get("mrope_section") else None,
-            is_mrope_interleaved=bool(rope.get("mrope_interleaved")),
+            is_mrope_interleaved=bool(rope.get("mrope_interleaved", _is_qwen3_5(hf))),
             **{name: rope[name] for name in optional if rope.get(name) is not None},
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoEConfig:
+    """Mixture of experts; transformers' names."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    norm_topk_prob: bool
+    """The weights of the chosen experts add up to 1."""
+    shared_expert_intermediate_size: int
+    """Of the expert that every token visits; 0: there is none."""
+    layers: frozenset[int]
+    """Which layers are a mixture; the others are dense."""
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> "MoEConfig | None":
+        if not hasattr(hf, "num_experts"):
+            return None
+        step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None)
+        layers = {i for i in range(hf.num_hidden_layers) if (i + 1) % step == 0}
+        return cls(
+            num_experts=hf.num_experts,
+            num_experts_per_tok=hf.num_experts_per_tok,
+            moe_intermediate_size=hf.moe_intermediate_size,
+            norm_topk_prob=getattr(hf, "norm_topk_prob", True),  # Qwen3.5 has no such choice
+            shared_expert_intermediate_size=getattr(hf, "shared_expert_intermediate_size", 0),
+            layers=frozenset(layers - set(dense or ())) if hf.num_experts > 0 else frozenset(),
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class DeltaConfig:
+    """Gated delta net: the sizes of its heads and of the convolution in front of it."""
+
+    num_key_heads: int
+    num_value_heads: int
+    key_head_dim: int
+    value_head_dim: int
+    conv_width: int
+
+    @classmethod
+    def from_hf(cls, hf: Any) -> "DeltaConfig | None":
+        if "linear_attention" not in _layer_types(hf):
+            return None
+        return cls(
+            num_key_heads=hf.linear_num_key_heads,
+            num_value_heads=hf.linear_num_value_heads,
+            key_head_dim=hf.linear_key_head_dim,
+            value_head_dim=hf.linear_value_head_dim,
+            conv_width=hf.linear_conv_kernel_dim,
         )
 
 
@@ -80,9 +133,17 @@ class ModelConfig:
     rms_norm_eps: float
     max_model_len: int
     tie_word_embeddings: bool
+    layer_types: tuple[str, ...]
+    """full_attention or linear_attention, for each layer."""
     qk_norm: bool
     qkv_bias: bool
+    norm_adds_one: bool
+    """Rows are multiplied by 1 + weight."""
+    gated_attention: bool
+    """q_proj has a gate beside each head's query."""
     rope: RopeConfig
+    moe: MoEConfig | None
+    delta: DeltaConfig | None
     dtype: torch.dtype
     eos_token_ids: frozenset[int]
 
@@ -100,35 +161,50 @@ class ModelConfig:
 
         try:
             hf = AutoConfig.from_pretrained(str(folder), trust_remote_code=False)
-            head_dim = getattr(hf, "head_dim", None) or hf.hidden_size // hf.num_attention_heads
-            rope = RopeConfig.from_hf(hf, head_dim)
+            text = hf.get_text_config()  # of a checkpoint that sees, too, the part that writes
+            head_dim = getattr(text, "head_dim", None)
+            head_dim = head_dim or text.hidden_size // text.num_attention_heads
+            rope = RopeConfig.from_hf(text, head_dim)
         except Exception as error:  # transformers raises many kinds
             raise ValueError(f"{path}: not a usable config: {error}") from error
         _check_supported(hf.to_dict(), path)
-        architecture = hf.architectures[0]
-        longest = hf.max_position_embeddings
+        longest = text.max_position_embeddings
         if rope.kind == "yarn":
             longest = int(rope.original_max_position * rope.factor)
         elif rope.kind == "linear":
             longest = int(longest * rope.factor)
         return cls(
-            architecture=architecture,
-            vocab_size=hf.vocab_size,
-            hidden_size=hf.hidden_size,
-            intermediate_size=hf.intermediate_size,
-            num_hidden_layers=hf.num_hidden_layers,
-            num_attention_heads=hf.num_attention_heads,
-            num_key_value_heads=hf.num_key_value_heads,
+            architecture=hf.architectures[0],
+            vocab_size=text.vocab_size,
+            hidden_size=text.hidden_size,
+            intermediate_size=getattr(text, "intermediate_size", 0),  # 0: no dense layer
+            num_hidden_layers=text.num_hidden_layers,
+            num_attention_heads=text.num_attention_heads,
+            num_key_value_heads=text.num_key_value_heads,
             head_dim=head_dim,
-            rms_norm_eps=hf.rms_norm_eps,
+            rms_norm_eps=text.rms_norm_eps,
             max_model_len=longest,
             tie_word_embeddings=hf.tie_word_embeddings,
-            qk_norm=architecture == "Qwen3ForCausalLM",
-            qkv_bias=architecture == "Qwen2ForCausalLM",
+            layer_types=_layer_types(text),
+            qk_norm=text.model_type.startswith("qwen3"),
+            qkv_bias=text.model_type == "qwen2",
+            norm_adds_one=_is_qwen3_5(text),
+            gated_attention=_is_qwen3_5(text),
             rope=rope,
-            dtype=hf.dtype or torch.float32,
-            eos_token_ids=frozenset(as_list(hf.eos_token_id)),
+            moe=MoEConfig.from_hf(text),
+            delta=DeltaConfig.from_hf(text),
+            dtype=text.dtype or hf.dtype or torch.float32,
+            eos_token_ids=frozenset((*as_list(hf.eos_token_id), *as_list(text.eos_token_id))),
         )
+
+
+def _is_qwen3_5(hf: Any) -> bool:
+    return hf.model_type.startswith("qwen3_5")
+
+
+def _layer_types(hf: Any) -> tuple[str, ...]:
+    types = getattr(hf, "layer_types", None)
+    return tuple(types or ["full_attention"] * hf.num_hidden_layers)
 
 
 def load_generation_config(folder: Path) -> dict[str, Any]:
@@ -153,26 +229,40 @@ def as_list(value: int | list[int] | None) -> list[int]:
 
 # What the decoder does not do: (what, what of it config.json has or None, what to try instead).
 # It is asked twice, of the raw JSON (before transformers sees it) and of transformers' reading.
-_SUPPORTED = ("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM")
+_SUPPORTED = (
+    *("Qwen3ForCausalLM", "Qwen2ForCausalLM", "LlamaForCausalLM", "Qwen3MoeForCausalLM"),
+    *("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"),
+    *("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"),
+)
+_LAYER_TYPES = ("full_attention", "linear_attention")
 _ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 _UNSUPPORTED: list[tuple[str, Callable[[dict], Any], str]] = [
     ("architecture", lambda c: _unless((c.get("architectures") or [""])[0], *_SUPPORTED),
      f"one of {', '.join(_SUPPORTED)}"),
     ("hidden_act", lambda c: _unless(c.get("hidden_act", "silu"), "silu"), "silu"),
     ("layer type", lambda c: next(filter(_is_partial, c.get("layer_types") or []), None),
-     "full attention in every layer (use_sliding_window false)"),
+     f"{' or '.join(_LAYER_TYPES)} in every layer (use_sliding_window false)"),
+    ("mamba_ssm_dtype", lambda c: _unless(c.get("mamba_ssm_dtype", "float32"), "float32"),
+     "float32: the state of linear attention"),
+    ("linear_num_value_heads",
+     lambda c: _uneven(c.get("linear_num_value_heads"), c.get("linear_num_key_heads"), "key"),
+     "a multiple of linear_num_key_heads"),
     ("attention_bias", lambda c: c.get("attention_bias") or None, "false"),
     ("mlp_bias", lambda c: c.get("mlp_bias") or None, "false"),
     ("rope type", lambda c: _unless(_rope_type(c), *_ROPE_TYPES),
      "default, linear, llama3 or yarn (cached keys cannot be rotated again later)"),
     ("quantization_config", lambda c: _quantization(c.get("quantization_config") or {}),
      "the unquantised checkpoint, or a GGUF file"),
-    ("num_attention_heads", lambda c: _uneven(c.get("num_attention_heads"), c),
+    ("num_attention_heads",
+     lambda c: _uneven(c.get("num_attention_heads"), c.get("num_key_value_heads"), "key-value"),
      "a multiple of num_key_value_heads"),
 ]  # fmt: skip
 
 
 def _check_supported(config: dict, path: Path) -> None:
+    text = config.get("text_config")
+    if isinstance(text, dict):
+        config = {**config, **text, "architectures": config.get("architectures")}
     for what, find, need in _UNSUPPORTED:
         found = find(config)
         if found is not None:
@@ -184,7 +274,7 @@ def _unless(found: Any, *allowed: str) -> Any:
 
 
 def _is_partial(layer_type: str) -> bool:
-    return layer_type != "full_attention"
+    return layer_type not in _LAYER_TYPES
 
 
 def _rope_type(config: dict) -> str:
@@ -196,9 +286,8 @@ def _quantization(config: dict) -> str | None:
     return config.get("quant_method", str(config)) if config else None
 
 
-def _uneven(num_heads: Any, config: dict) -> str | None:
-    num_kv_heads = config.get("num_key_value_heads")
-    are_known = isinstance(num_heads, int) and isinstance(num_kv_heads, int)
-    if not are_known or num_heads % num_kv_heads == 0:
+def _uneven(num_heads: Any, num_shared: Any, kind: str) -> str | None:
+    are_known = isinstance(num_heads, int) and isinstance(num_shared, int)
+    if not are_known or num_heads % num_shared == 0:
         return None
-    return f"{num_heads} for {num_kv_heads} key-value heads"
+    return f"{num_heads} for {num_shared} {kind} heads"

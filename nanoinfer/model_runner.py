@@ -4,11 +4,12 @@ In: a `Batch`. Out: per scheduled sequence the sampled token ids and the log pro
 for. It never sees a Sequence, and the engine above never sees a tensor.
 
 At start: choose dtype and kernels, build the model, load it, see how much memory is left, allocate
-the KV caches. Invariant: weights and KV pool are all that stays allocated between steps.
+the caches. Invariant: weights and caches are all that stays allocated between steps.
 
 A production engine adds: CUDA graphs, several ranks, overlap of host and device.
 """
 
+import functools
 import logging
 from pathlib import Path
 
@@ -16,21 +17,25 @@ import torch
 from torch import Tensor
 
 from nanoinfer.batch import Batch
+from nanoinfer.cache_sizes import (
+    CacheSizes,
+    choose_max_model_len,
+    memory_for_caches,
+    plan_caches,
+)
 from nanoinfer.config import DTYPES, QUANTIZED, EngineConfig
 from nanoinfer.cpu_graphs import CpuGraphs
 from nanoinfer.kernels import select_kernels
 from nanoinfer.kernels.build import cpu_features
 from nanoinfer.loader import load_weights
 from nanoinfer.model_config import ModelConfig
-from nanoinfer.models.qwen3 import CausalLM
+from nanoinfer.models.qwen3 import Cache, CausalLM
 from nanoinfer.outputs import Logprob
 from nanoinfer.sampler import sample, top_logprobs
 from nanoinfer.scheduler import SampledTokens
 
 logger = logging.getLogger("nanoinfer")
 
-_GIB = 1 << 30
-_MIN_CACHED_BLOCKS = 1 << 14
 _PROMPT_LOGPROB_ROWS = 64  # logits of this many prompt rows at a time: bounds memory
 
 
@@ -53,17 +58,24 @@ class ModelRunner:
         )
         logger.info("loading %s as %s", folder.name, str(dtype).removeprefix("torch."))
         load_weights(self._model, folder, tie=model_config.tie_word_embeddings)
-        self._model.finish_weights(QUANTIZED[config.quantization], self.kernels.pack_weight)
+        packers = (self.kernels.pack_weight, self.kernels.pack_experts)
+        self._model.finish_weights(QUANTIZED[config.quantization], *packers)
         self._specs = self._model.cache_specs()
-        self._caches = self._allocate(1)
-        self.num_kv_blocks = self._count_kv_blocks(config, longest)
-        self.max_model_len = self._choose_max_model_len(config, longest)
-        self._caches = self._allocate(1 + self.num_kv_blocks)  # block 0 is the null block
+        self._caches = self._allocate(CacheSizes(0, 0, 0))  # null blocks and slots only
+        free = functools.partial(self._free_memory, config, longest)
+        self.cache_sizes = plan_caches(config, self._specs, longest, free)
+        self.max_model_len = choose_max_model_len(config, self.cache_sizes.num_blocks, longest)
+        self._caches = self._allocate(self.cache_sizes)
         self._graphs: CpuGraphs | None = None
         if self.kernels.recorder is not None and not config.enforce_eager:
             longest_table = -(-self.max_model_len // config.block_size)
             recorded = (self.kernels.recorder, longest_table)
             self._graphs = CpuGraphs(self._model, self._caches, *recorded)
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Some layer keeps a state of each sequence."""
+        return any(spec.unit == "slot" for spec in self._specs)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledTokens]:
@@ -100,44 +112,14 @@ class ModelRunner:
             found += top_logprobs(logprobs, rows, [num_logprobs] * len(rows))
         return found
 
-    def _allocate(self, num_blocks: int) -> list:
-        return [s.allocate(num_blocks, self._block_size, self._device) for s in self._specs]
-
-    def _count_kv_blocks(self, config: EngineConfig, longest: int) -> int:
-        """Blocks for the KV pool: as told, or what the memory budget holds."""
-        if config.num_kv_blocks is not None:
-            return config.num_kv_blocks
-        bytes_per_block = config.block_size * sum(s.bytes_per_token for s in self._specs)
-        budget = config.kv_cache_memory or self._free_memory(config, longest)
-        # More than every sequence at full length holds, and some to find again, is only overhead.
-        useful = config.max_num_seqs * -(-longest // config.block_size)
-        if config.enable_prefix_caching:
-            useful = max(useful, _MIN_CACHED_BLOCKS)
-        num_blocks = min(budget // bytes_per_block - 1, useful)
-        if num_blocks < 1:
-            raise ValueError(
-                f"KV cache: {budget:,} bytes left, but one block of {config.block_size} tokens "
-                f"takes {bytes_per_block:,}; raise kv_cache_memory or free some memory"
-            )
-        return num_blocks
-
-    def _choose_max_model_len(self, config: EngineConfig, longest: int) -> int:
-        """The most tokens that one sequence can have: it must fit the pool alone."""
-        capacity = self.num_kv_blocks * config.block_size
-        if capacity >= longest:
-            return longest
-        if config.max_model_len is None:
-            logger.info("max_model_len: %d instead of %d, for the KV pool", capacity, longest)
-            return capacity
-        raise ValueError(
-            f"max_model_len: {longest} tokens need {-(-longest // config.block_size)} KV blocks of "
-            f"{config.block_size}, the pool has {self.num_kv_blocks}; lower max_model_len, or "
-            "raise kv_cache_memory or num_kv_blocks"
-        )
+    def _allocate(self, sizes: CacheSizes) -> list[Cache]:
+        """Block 0 is the null block, slot 0 the null slot."""
+        layout = (self._block_size, self._device)
+        return [spec.allocate(1 + sizes.num_units(spec.unit), *layout) for spec in self._specs]
 
     def _free_memory(self, config: EngineConfig, longest: int) -> int:
         if self._device.type == "cpu":
-            return min(4 * _GIB, int(0.3 * available_memory()))
+            return memory_for_caches()
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         num_tokens = min(config.max_num_batched_tokens, longest)
@@ -159,18 +141,3 @@ def choose_dtype(wanted: str, checkpoint: torch.dtype, device: torch.device) -> 
         return checkpoint
     has_bf16 = bool(cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"})
     return torch.bfloat16 if has_bf16 else torch.float32
-
-
-def available_memory() -> int:
-    """Bytes that this process may still take: the machine's, or its container's if less."""
-    limits = []
-    try:
-        meminfo = Path("/proc/meminfo").read_text()
-        fields = dict(line.split(":", 1) for line in meminfo.splitlines())
-        limits.append(int(fields["MemAvailable"].split()[0]) * 1024)
-        group = Path("/sys/fs/cgroup")
-        used = int((group / "memory.current").read_text())
-        limits.append(int((group / "memory.max").read_text()) - used)
-    except (OSError, KeyError, ValueError):  # not Linux, no cgroup v2, or "max"
-        pass
-    return min(limits, default=8 * _GIB)

@@ -23,8 +23,10 @@ from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from nanoinfer.block_manager import BlockManager
+from nanoinfer.caches import Caches, Prefix
 from nanoinfer.outputs import Logprob
 from nanoinfer.sequence import Sequence
+from nanoinfer.state_pool import StatePool
 
 
 class ScheduledSequence(NamedTuple):
@@ -46,22 +48,28 @@ class SampledTokens(NamedTuple):
 
 
 class Scheduler:
-    """Queues of waiting and running sequences over one block manager."""
+    """Queues of waiting and running sequences over one set of caches."""
 
     def __init__(
         self,
         make_block_manager: Callable[[], BlockManager],
         max_num_seqs: int,
         max_num_batched_tokens: int,
+        make_state_pool: Callable[[], StatePool] | None = None,
     ) -> None:
         self._make_block_manager = make_block_manager
-        self.block_manager = make_block_manager()
+        self._make_state_pool = make_state_pool  # None: no layer is recurrent
+        self.caches = self._make_caches()
         self._max_num_seqs = max_num_seqs
         self._max_num_batched_tokens = max_num_batched_tokens
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
         self.num_prefix_hit_tokens = 0
+
+    @property
+    def block_manager(self) -> BlockManager:
+        return self.caches.blocks
 
     @property
     def has_work(self) -> bool:
@@ -87,7 +95,7 @@ class Scheduler:
     def commit(self, step: list[ScheduledSequence], sampled: list[SampledTokens]) -> None:
         """Take a step's results: a ragged list, one entry per scheduled sequence."""
         for (seq, *_), result in zip(step, sampled, strict=True):
-            self.block_manager.register(seq)
+            self.caches.register(seq)
             if result.prompt_logprobs is not None:
                 seq.request.add_prompt_logprobs(result.prompt_logprobs)
             for i, token_id in enumerate(result.token_ids):
@@ -107,11 +115,11 @@ class Scheduler:
 
         The queues may be half updated, so the caller says which sequences there are.
         """
-        self.block_manager = self._make_block_manager()
+        self.caches = self._make_caches()
         self.running, self.waiting = [], deque(seq for seq in seqs if not seq.is_finished)
         for seq in self.waiting:
-            seq.block_table = []
-            self.block_manager.free(seq)
+            seq.block_table, seq.state_source, seq.state_slot = [], 0, 0
+            self.caches.free(seq)
 
     def describe(self, step: list[ScheduledSequence]) -> str:
         """A step that was committed, in one line: request.child[first:last], and the pool."""
@@ -121,15 +129,19 @@ class Scheduler:
         hits = f"{self.num_prefix_hit_tokens} prefix hits"
         return f"{num_tokens} tokens: {who}  |  {len(self.waiting)} waiting, {used}, {hits}"
 
+    def _make_caches(self) -> Caches:
+        states = None if self._make_state_pool is None else self._make_state_pool()
+        return Caches(self._make_block_manager(), states)
+
     def _schedule_running(self) -> list[ScheduledSequence]:
         step: list[ScheduledSequence] = []
         victims: list[Sequence] = []
         budget = self._max_num_batched_tokens
         for seq in sorted(self.running, key=lambda s: s.num_remaining > 1):
-            num_tokens = min(seq.num_remaining, budget)
+            num_tokens = self._chunk(seq, budget)
             if num_tokens == 0 or seq in victims:
                 continue
-            while not self.block_manager.allocate(seq, seq.num_computed + num_tokens):
+            while not self.caches.allocate(seq, seq.num_computed + num_tokens):
                 victim = self._preempt_newest()
                 victims.append(victim)
                 budget += sum(entry.num_tokens for entry in step if entry.seq is victim)
@@ -145,30 +157,33 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self._max_num_seqs:
             return
         budget = self._max_num_batched_tokens - sum(entry.num_tokens for entry in step)
-        in_progress = {self.block_manager.next_unregistered(entry.seq) for entry in step}
+        in_progress = {self.caches.in_progress(entry.seq) for entry in step}
         deferred: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             seq = self.waiting.popleft()
-            prefix = self.block_manager.find_prefix(seq)
-            next_block = self.block_manager.next_content(seq, prefix)
-            if next_block is not None and next_block in in_progress:
+            prefix = self.caches.find_prefix(seq)
+            if self.caches.must_wait(seq, prefix, in_progress):
                 deferred.append(seq)
                 continue
-            # Room for all its tokens, not for one chunk: else prompts evict each other in turns.
-            if not self.block_manager.can_allocate(len(seq), prefix):
+            if not self.caches.can_admit(seq, prefix):
                 self.waiting.appendleft(seq)
                 break
             self._admit(seq, prefix)
-            num_tokens = min(seq.num_remaining, budget)
-            has_room = self.block_manager.allocate(seq, seq.num_computed + num_tokens)
-            assert has_room, f"{seq.request.request_id}: can_allocate said that there is room"
-            in_progress.add(self.block_manager.next_unregistered(seq))
+            num_tokens = self._chunk(seq, budget)
+            has_room = self.caches.allocate(seq, seq.num_computed + num_tokens)
+            assert has_room, f"{seq.request.request_id}: can_admit said that there is room"
+            in_progress.add(self.caches.in_progress(seq))
             step.append(self._advance(seq, num_tokens))
             budget -= num_tokens
         self.waiting.extendleft(reversed(deferred))
 
-    def _admit(self, seq: Sequence, prefix: list[int]) -> None:
-        self.block_manager.allocate_prefix(seq, prefix)
+    def _chunk(self, seq: Sequence, budget: int) -> int:
+        """How many of its tokens to compute next."""
+        num_tokens = min(seq.num_remaining, budget)
+        return self.caches.chunk_end(seq, seq.num_computed + num_tokens) - seq.num_computed
+
+    def _admit(self, seq: Sequence, prefix: Prefix) -> None:
+        self.caches.admit(seq, prefix)
         self.running.append(seq)
         self.num_prefix_hit_tokens += seq.num_computed
         metrics = seq.request.metrics
@@ -185,7 +200,7 @@ class Scheduler:
 
     def _preempt_newest(self) -> Sequence:
         victim = self.running.pop()
-        self.block_manager.free(victim)
+        self.caches.free(victim)
         self.waiting.appendleft(victim)
         self.num_preemptions += 1
         return victim
@@ -195,4 +210,4 @@ class Scheduler:
             self.running.remove(seq)
         else:
             self.waiting.remove(seq)
-        self.block_manager.free(seq)
+        self.caches.free(seq)

@@ -36,6 +36,10 @@ class Sequence:
         self.block_table: list[int] = []
         self.chain_id = 0  # of its last registered block; 0 is the root of all chains
         self.num_registered_blocks = 0
+        self.state_source = 0  # slot of the recurrent state that its next step starts from
+        self.state_slot = 0  # slot that the step leaves it in
+        self.snapshot_points: tuple[int, ...] = ()  # where to keep a state, in tokens
+        self.answer_chain = 0  # behind which it keeps one of its answer
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[Logprobs] = []

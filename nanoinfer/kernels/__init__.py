@@ -20,8 +20,11 @@ from nanoinfer.kernels.build import (
     num_threads,
     respect_cpu_quota,
 )
+from nanoinfer.kernels.causal_conv import causal_conv_ref, make_causal_conv_cpu
 from nanoinfer.kernels.draw import draw_ref, make_draw_cpu
+from nanoinfer.kernels.gated_delta import gated_delta_chunks, make_gated_delta_cpu
 from nanoinfer.kernels.linear import LinearCpu, Pack, pack_never
+from nanoinfer.kernels.moe import MoeCpu, PackExperts, moe_ref, pack_experts_never
 from nanoinfer.kernels.norm_rope_store import (
     make_norm_rope_store,
     make_norm_rope_store_cpu,
@@ -39,6 +42,7 @@ from nanoinfer.kernels.rms_norm import (
     rms_norm_ref,
 )
 from nanoinfer.kernels.rotary import make_rotary_cpu, rotary_ref
+from nanoinfer.kernels.sigmoid_mul import make_sigmoid_mul_cpu, sigmoid_mul_ref
 from nanoinfer.kernels.silu_mul import make_silu_mul_cpu, silu_mul_ref
 from nanoinfer.kernels.store_kv import make_store_kv_cpu, store_kv_ref
 
@@ -50,12 +54,17 @@ class Kernels(NamedTuple):
 
     name: str = "ref"
     pack_weight: Pack = pack_never
+    pack_experts: PackExperts = pack_experts_never
     rms_norm: Callable[..., Tensor] = rms_norm_ref
     add_rms_norm: Callable[..., tuple[Tensor, Tensor]] = add_rms_norm_ref
     rms_norm_gated: Callable[..., Tensor] = rms_norm_gated_ref
     rms_norm_quantized: Callable[..., tuple[Quantized, Tensor | None]] = rms_norm_quantized_ref
     rotary: Callable[..., tuple[Tensor, Tensor | None]] = rotary_ref
     silu_mul: Callable[..., Tensor] = silu_mul_ref
+    sigmoid_mul: Callable[..., Tensor] = sigmoid_mul_ref
+    causal_conv: Callable[..., Tensor] = causal_conv_ref
+    gated_delta: Callable[..., Tensor] = gated_delta_chunks
+    moe: Callable[..., Tensor] = moe_ref
     store_kv: Callable[..., None] = store_kv_ref
     norm_rope_store: Callable[..., Tensor] = norm_rope_store_ref
     paged_attention: Callable[..., Tensor] = paged_attention_ref
@@ -71,6 +80,7 @@ _ELEMENTWISE = (
     "rms_norm_quantized",
     "rotary",
     "silu_mul",
+    "sigmoid_mul",
 )
 
 
@@ -108,16 +118,21 @@ def _cpu_kernels() -> Kernels:
         return Kernels(pack_weight=LinearCpu(None, 1).pack)
     threads = num_threads(built)
     library: Any = Recorder(built)
-    norms = RmsNormCpu(library, threads)
+    norms, experts = RmsNormCpu(library, threads), MoeCpu(library, threads)
     return Kernels(
         name="cpu",
         pack_weight=LinearCpu(library, threads).pack,
+        pack_experts=experts.pack,
+        moe=experts.moe,
         rms_norm=norms.rms_norm,
         add_rms_norm=norms.add_rms_norm,
         rms_norm_gated=norms.rms_norm_gated,
         rms_norm_quantized=norms.rms_norm_quantized,
         rotary=make_rotary_cpu(library, threads),
         silu_mul=make_silu_mul_cpu(library, threads),
+        sigmoid_mul=make_sigmoid_mul_cpu(library, threads),
+        causal_conv=make_causal_conv_cpu(library, threads),
+        gated_delta=make_gated_delta_cpu(library, threads),
         store_kv=make_store_kv_cpu(library, threads),
         norm_rope_store=make_norm_rope_store_cpu(library, threads),
         paged_attention=make_paged_attention_cpu(library, threads),

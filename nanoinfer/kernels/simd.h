@@ -127,6 +127,11 @@ vf silu(vf g) {
   return (g < 0.f ? g * e : g) / (1.f + e);
 }
 
+vf sigmoid(vf g) {  // the same
+  const vf e = exp_of_negative(g < 0.f ? g : -g);
+  return (g < 0.f ? e : vf{} + 1.f) / (1.f + e);
+}
+
 // f(n) with n, from 1 to N, as a type.
 template <int N, class F> void with_constant(int n, F f) {
   if (n == N) return f(std::integral_constant<int, N>{});

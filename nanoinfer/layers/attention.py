@@ -1,7 +1,7 @@
 """Attention over the paged cache: turn and store this step's keys and values, then attend.
 
 In: q [T, H, D], k and v [T, KV, D] of the step's tokens, as they were projected; the layer's cache;
-the batch. Out: [T, H * D]. The norm of q and k (where the model has one), their rotation and the
+the batch. Out: [T, H, D]. The norm of q and k (where the model has one), their rotation and the
 store are one kernel: done apart, they would write and read q and k twice more.
 
 One entry for prompts, chunks and decoding: all are "the last q_len of seq_len tokens", causal
@@ -13,7 +13,8 @@ inside each sequence. Keys are found through the block table:
 
 import math
 import mmap
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -31,24 +32,26 @@ class KVCache(NamedTuple):
     v: Tensor
 
 
-class KVCacheSpec(NamedTuple):
+@dataclass(frozen=True)
+class KVCacheSpec:
     """What one layer needs to cache per token."""
+
+    unit: ClassVar[str] = "block"
 
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
 
-    @property
-    def bytes_per_token(self) -> int:
-        return 2 * self.num_kv_heads * self.head_dim * self.dtype.itemsize
+    def bytes_per_unit(self, block_size: int) -> int:
+        return 2 * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
-    def allocate(self, num_blocks: int, block_size: int, device: torch.device) -> KVCache:
+    def allocate(self, num_units: int, block_size: int, device: torch.device) -> KVCache:
         """Zeros: what an unwritten slot holds must be finite."""
-        shape = (num_blocks, block_size, self.num_kv_heads, self.head_dim)
-        return KVCache(*(_zeros(shape, self.dtype, device) for _ in range(2)))
+        shape = (num_units, block_size, self.num_kv_heads, self.head_dim)
+        return KVCache(*(zeros(shape, self.dtype, device) for _ in range(2)))
 
 
-def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Like torch.zeros; but on a CPU a page takes no memory (nor time) until it is written."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
@@ -71,7 +74,6 @@ class Attention(nn.Module):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, batch: Batch) -> Tensor:
         turning = (self._norms, batch.positions, self._rope.rope)
         q = self._kernels.norm_rope_store(q, k, v, *turning, *cache, batch.slot_mapping)
-        out = self._kernels.paged_attention(
+        return self._kernels.paged_attention(
             q, *cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, self._scale
         )
-        return out.flatten(-2)

@@ -187,7 +187,8 @@ class MergedColumnParallelLinear(Linear):
 class QKVParallelLinear(Linear):
     """Query, key and value projections, cut between heads.
 
-    With fewer key-value heads than ranks, neighbouring ranks hold copies of the same head.
+    With fewer key-value heads than ranks, neighbouring ranks hold copies of the same head. Where
+    `is_gated`, each query head is followed by a gate of its size.
     """
 
     def __init__(
@@ -198,16 +199,18 @@ class QKVParallelLinear(Linear):
         num_kv_heads: int,
         bias: bool = False,
         parallel: Parallel = ONE_RANK,
+        is_gated: bool = False,
         **factory: Any,
     ) -> None:
         groups = min(parallel.size, num_kv_heads)  # of ranks that share key-value heads
         copies = Parallel(size=groups).share("ranks over key-value heads", parallel.size)
         group = Parallel(parallel.rank // copies, groups)
         kv = _equal_cut("num_kv_heads", num_kv_heads, group, head_dim)
-        q = _equal_cut("num_heads", num_heads, parallel, head_dim)
+        q = _equal_cut("num_heads", num_heads, parallel, head_dim * (1 + is_gated))
         super().__init__(in_features, q.length + 2 * kv.length, bias, **factory)
         self.cuts = _stacked({"q_proj": q, "k_proj": kv, "v_proj": kv})
         self.sizes = (q.length, kv.length, kv.length)  # of q, k and v in a row of y
+        self.query_size = head_dim * (1 + is_gated)  # of one head, with its gate
 
 
 class RowParallelLinear(Linear):

@@ -1,0 +1,88 @@
+// Products of rows with a weight that lies in blocks: what linear.cpp and moe.cpp share.
+//
+// Few rows read W as fast as memory delivers it. For that the order in memory is the order of use:
+//
+//     W [N, K]  ->  blocks [N / 64][K / P][64][P],   P values of a row fill 32 bits: 2 bf16, 4 int8
+//
+//     a step, 256 bytes:   n0: k0 k1 | n1: k0 k1 | ... | n63: k0 k1
+//
+// One vector of a step times the same P values of x in every lane adds P products to each of its
+// lanes, in one instruction where the CPU has it (vdpbf16ps, vpdpbusd). A tile keeps R rows x C
+// vectors of sums in registers, so that a vector of W serves R rows and a value of x serves C
+// vectors; more rows are more tiles, which find the block in cache.
+#pragma once
+#include <algorithm>
+
+#include "simd.h"
+
+namespace {
+
+constexpr int64_t BLOCK = 64;             // rows of W
+constexpr int64_t HALF = BLOCK / 2;       // what threads share out
+constexpr int64_t CHUNK = 256;            // steps at a time: as much of a block as the cache holds
+constexpr int64_t LINE = 16;              // units in a cache line
+constexpr int64_t PANEL = 512;            // rows of x at a time: as many as the cache holds
+constexpr int R_MAX = BYTES == 64 ? 6 : 4;
+constexpr int C_MAX = BYTES == 32 ? 2 : 4;
+
+// Four int8 of W, four uint8 of x.
+vi multiply_add(int8_t, vi acc, vu w, vu x) {
+#if defined(__AVX512VNNI__)
+  return (vi)_mm512_dpbusd_epi32((__m512i)acc, (__m512i)x, (__m512i)w);
+#else
+  for (int i = 0; i < 4; i++)
+    acc += ((vi)(w << (24 - 8 * i)) >> 24) * (vi)(x >> (8 * i) & 255);
+  return acc;
+#endif
+}
+
+// sums [R][BLOCK] += R rows of x (rows apart by `stride` bytes) times C vectors of n steps.
+// Meanwhile `lines` cache lines a step are fetched from `next` on.
+template <int R, int C, class T, class V, class S>
+void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums,
+          const uint32_t* next, int64_t lines) {
+  V acc[R][C];
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) acc[r][c] = read<V>(sums + r * BLOCK + c * W);
+  for (int64_t k = 0; k < n; k++) {
+    for (int64_t i = 0; i < lines; i++) __builtin_prefetch(next + (k * lines + i) * LINE, 0, 2);
+    vu weights[C];
+    for (int c = 0; c < C; c++) weights[c] = read<vu>(w + k * BLOCK + c * W);
+    for (int r = 0; r < R; r++) {
+      const vu values = vu{} + read<uint32_t>(x + r * stride + 4 * k);
+      for (int c = 0; c < C; c++) acc[r][c] = multiply_add(T(), acc[r][c], weights[c], values);
+    }
+  }
+  for (int r = 0; r < R; r++)
+    for (int c = 0; c < C; c++) std::memcpy(sums + r * BLOCK + c * W, &acc[r][c], BYTES);
+}
+
+struct Shape { int64_t M, N, K, stride; };  // stride: between rows of x, in bytes
+
+// sums [M][BLOCK] of `columns` rows of W, which is of T, from row n on.
+template <class T, class V, class S>
+void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t n, int64_t columns,
+              S* sums) {
+  const int64_t steps = s.K * sizeof(T) / 4, tiles = (s.M + R_MAX - 1) / R_MAX;
+  const uint32_t* w = blocks + n / BLOCK * steps * BLOCK + n % BLOCK;
+  std::fill(sums, sums + s.M * BLOCK, S(0));
+  for (int64_t k = 0; k < steps; k += CHUNK) {
+    const int64_t count = std::min(CHUNK, steps - k);
+    for (int64_t t = 0; t < tiles; t++) {  // of nearly equal height
+      const int64_t m = t * s.M / tiles, rows = (t + 1) * s.M / tiles - m;
+      // The first tile brings the chunk from memory, which would then rest until the next one.
+      const int64_t lines = tiles < 3 || t == 0 ? 0 : tiles == 3 ? 2 : t < 5;
+      const uint32_t* next = w + (k + count) * BLOCK + (t - 1) * lines * count * LINE;
+      with_constant<R_MAX>(rows, [&](auto height) {
+        for (int64_t c = 0; c < columns; c += C_MAX * W) {
+          const bool is_whole = columns - c >= C_MAX * W;
+          const auto run = is_whole ? tile<height, C_MAX, T, V, S> : tile<height, HALF / W, T, V, S>;
+          run(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count, sums + m * BLOCK + c,
+              next, c == 0 ? lines : 0);
+        }
+      });
+    }
+  }
+}
+
+}  // namespace
