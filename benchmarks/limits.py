@@ -20,8 +20,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanoinfer.cache_sizes import available_memory
 from nanoinfer.model_config import ModelConfig
-from nanoinfer.model_runner import available_memory
 
 _READ_BYTES = 1 << 30  # far more than any cache holds; less only where memory is short
 _READ_ROW = 4096  # numbers in a row, for the probe that multiplies a matrix and a vector

@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.rotary import MROPE_AXES
 from nanoinfer.scheduler import ScheduledSequence
 from nanoinfer.sequence import Sequence
 
@@ -68,7 +69,7 @@ class Batch:
     """One step's inputs on the device."""
 
     input_ids: Tensor  # [T] int64
-    positions: Tensor  # [T] int64
+    positions: Tensor  # [T] int64, or [3, T] where some token's axes differ
     slot_mapping: Tensor  # [T] int64
     cu_seqlens_q: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S] int32
@@ -98,6 +99,8 @@ class Batch:
         for seq, start, num_tokens, _ in step:
             input_ids.extend(seq.token_ids[start : start + num_tokens])
             positions.append(seq.positions(start, start + num_tokens))
+        if any(part.ndim == 2 for part in positions):
+            positions = [np.broadcast_to(part, (MROPE_AXES, part.shape[-1])) for part in positions]
         rows = np.repeat(np.arange(len(step)), q_lens)
         places = np.arange(len(rows)) + (starts - cu_seqlens_q[:-1])[rows]  # in its sequence
         slots = tables[rows, places // block_size] * np.int64(block_size) + places % block_size

@@ -35,6 +35,7 @@ class BlockContent(NamedTuple):
 
     parent: int
     token_ids: tuple[int, ...]
+    positions: bytes = b""  # of tokens whose ids do not tell them
 
 
 class BlockManager:
@@ -176,8 +177,9 @@ class BlockManager:
         seq.num_registered_blocks = seq.num_computed = 0
 
     def _content(self, seq: Sequence, index: int, parent: int) -> BlockContent:
-        start = index * self.block_size
-        return BlockContent(parent, tuple(seq.token_ids[start : start + self.block_size]))
+        start, stop = index * self.block_size, (index + 1) * self.block_size
+        ids = tuple(seq.token_ids[start:stop])
+        return BlockContent(parent, ids, seq.position_key(start, stop))
 
     def _lookup(self, content: BlockContent) -> int | None:
         block = self._by_hash.get(self._hash(content))
@@ -196,4 +198,4 @@ class BlockManager:
 def _hash_block(content: BlockContent) -> int:
     """xxh3 over fixed-width integers: (1, 23) and (12, 3) must not look alike."""
     ids = np.array((content.parent, *content.token_ids), dtype=np.int64)
-    return xxhash.xxh3_64_intdigest(ids.tobytes())
+    return xxhash.xxh3_64_intdigest(ids.tobytes() + content.positions)

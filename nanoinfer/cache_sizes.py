@@ -30,6 +30,7 @@ class CacheSizes(NamedTuple):
     num_blocks: int
     max_num_seqs: int
     max_snapshots: int
+    bytes_per_slot: int = 0  # of all layers' states of one sequence
 
     def num_units(self, unit: str) -> int:
         return self.num_blocks if unit == "block" else self.max_num_seqs + self.max_snapshots
@@ -78,7 +79,7 @@ def plan_caches(
     if num_blocks is None:
         rest -= max_num_seqs * costs["slot"]
         num_blocks = _count_blocks(config, rest, costs["block"], longest)
-    return CacheSizes(num_blocks, max_num_seqs, max_snapshots)
+    return CacheSizes(num_blocks, max_num_seqs, max_snapshots, costs["slot"])
 
 
 def choose_max_model_len(config: EngineConfig, num_blocks: int, longest: int) -> int:

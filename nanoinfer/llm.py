@@ -64,6 +64,7 @@ class LLMEngine:
         self.kernels = self._runner.kernels.name
         self.max_model_len = self._runner.max_model_len
         sizes = self._runner.cache_sizes
+        self._bytes_per_slot = sizes.bytes_per_slot
         pool = (sizes.num_blocks, config.block_size, config.enable_prefix_caching)
         slots = (sizes.max_num_seqs, sizes.max_snapshots, config.block_size)
         self.scheduler = Scheduler(
@@ -150,7 +151,8 @@ class LLMEngine:
     def stats(self) -> EngineStats:
         """Counters of this moment."""
         with self._lock:
-            blocks = self.scheduler.block_manager
+            blocks, states = self.scheduler.block_manager, self.scheduler.caches.states
+            snapshots = 0 if states is None else states.num_snapshots
             return EngineStats(
                 running=len(self.scheduler.running),
                 waiting=len(self.scheduler.waiting),
@@ -160,6 +162,8 @@ class LLMEngine:
                 prefix_hit_tokens=self.scheduler.num_prefix_hit_tokens,
                 steps=self._num_steps,
                 kernels=self.kernels,
+                snapshots=snapshots,
+                snapshot_bytes=snapshots * self._bytes_per_slot,
             )
 
     def close(self) -> None:

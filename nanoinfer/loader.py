@@ -98,9 +98,7 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
         model.tie_weights()  # type: ignore[operator]
         missing.discard(head)
     if missing:
-        name, shard = min(missing)
-        parent, _, kind = name.rpartition(".")
-        name = f"{parent.rpartition('.')[0]}.{shard}.{kind}" if shard else name
+        name = _source(*min(missing))
         raise ValueError(
             f"{folder}: {name!r} is missing, in all {len(missing)} tensor(s); download it again"
         )
@@ -150,6 +148,14 @@ def _target(name: str) -> tuple[str, str]:
     parent, _, kind = name.rpartition(".")
     above, _, module = parent.rpartition(".")
     return (f"{above}.{_FUSED[module]}.{kind}", module) if module in _FUSED else (name, "")
+
+
+def _source(parameter: str, shard: str) -> str:
+    """The inverse: what the checkpoint calls it."""
+    parent, _, kind = parameter.rpartition(".")
+    if parent.endswith(".mlp.experts"):
+        return f"{parent}.{shard}.weight"
+    return f"{parent.rpartition('.')[0]}.{shard}.{kind}" if shard else parameter
 
 
 def _shards(model: nn.Module, parameter: str) -> list[str]:

@@ -168,6 +168,7 @@ class ModelConfig:
         except Exception as error:  # transformers raises many kinds
             raise ValueError(f"{path}: not a usable config: {error}") from error
         _check_supported(hf.to_dict(), path)
+        eos = (*as_list(getattr(hf, "eos_token_id", None)), *as_list(text.eos_token_id))
         longest = text.max_position_embeddings
         if rope.kind == "yarn":
             longest = int(rope.original_max_position * rope.factor)
@@ -194,7 +195,7 @@ class ModelConfig:
             moe=MoEConfig.from_hf(text),
             delta=DeltaConfig.from_hf(text),
             dtype=text.dtype or hf.dtype or torch.float32,
-            eos_token_ids=frozenset((*as_list(hf.eos_token_id), *as_list(text.eos_token_id))),
+            eos_token_ids=frozenset(eos),
         )
 
 

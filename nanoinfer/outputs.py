@@ -71,3 +71,6 @@ class EngineStats:
     prefix_hit_tokens: int
     steps: int
     kernels: str
+    snapshots: int
+    """Recurrent states that are kept for prefix hits."""
+    snapshot_bytes: int

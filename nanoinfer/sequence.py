@@ -30,6 +30,7 @@ class Sequence:
         self.seed = seed
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        self.prompt_positions: np.ndarray | None = None  # [3, n] int64, of a prompt with images
         self.num_computed = 0
         self.was_admitted = False
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on first admission
@@ -76,8 +77,23 @@ class Sequence:
         )
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """Rotary positions of token_ids[start:stop]."""
-        return np.arange(start, stop, dtype=np.int64)
+        """Rotary positions of token_ids[start:stop]: [n], or [3, n] where axes differ.
+
+        Behind a prompt with images they go on from its largest one, on all axes alike.
+        """
+        given = self.prompt_positions
+        if given is None:
+            return np.arange(start, stop, dtype=np.int64)
+        num_given = given.shape[1]
+        offset = given.max() + 1 - num_given
+        text = np.arange(max(start, num_given), max(stop, num_given), dtype=np.int64) + offset
+        if start >= num_given:
+            return text
+        return np.concatenate((given[:, start:stop], np.broadcast_to(text, (3, len(text)))), 1)
+
+    def position_key(self, start: int, stop: int) -> bytes:
+        """What tells blocks of the same ids apart: nothing, where ids give positions."""
+        return b"" if self.prompt_positions is None else self.positions(start, stop).tobytes()
 
     def append_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         """Take a sampled token and decide whether it was the last."""

@@ -200,7 +200,7 @@ def test_pool_of_just_max_model_len_is_accepted(make):
 def test_too_little_memory_is_refused_with_numbers_and_the_setting(tiny_qwen3, monkeypatch):
     with pytest.raises(ValueError, match=r"\b1,000\b.*\b16,384\b.*kv_cache_memory"):
         LLM(tiny_qwen3, dtype="float32", kv_cache_memory=1000)
-    monkeypatch.setattr("nanoinfer.model_runner.available_memory", lambda: 10_000)
+    monkeypatch.setattr("nanoinfer.cache_sizes.available_memory", lambda: 10_000)
     with pytest.raises(ValueError, match=r"\b3,000\b.*\b16,384\b.*kv_cache_memory"):
         LLM(tiny_qwen3, dtype="float32")
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 from nanoinfer import LLM, EngineConfig, model_runner
+from nanoinfer.cache_sizes import available_memory
 from nanoinfer.model_config import ModelConfig, RopeConfig, as_list, load_generation_config
-from nanoinfer.model_runner import available_memory, choose_dtype
+from nanoinfer.model_runner import choose_dtype
 
 COMMON = {
     "vocab_size": 273,

@@ -11,8 +11,9 @@ import pytest
 import torch
 from oracle import hf_logprobs
 from safetensors.torch import load_file, save_file
-from tiny import TINY_NAMES
+from tiny import TINY_NAMES, adds_one, randomise, save_tiny_tokenizer
 from torch import Tensor
+from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.kernels import Kernels
@@ -87,15 +88,28 @@ def shard(folder: Path, num_shards: int = 3) -> dict[str, str]:
     return weight_map
 
 
-def expected_parameters(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The checkpoint's tensors under the model's names: fused ones stacked."""
+def expected_parameters(tensors: dict[str, Tensor], model: str) -> dict[str, Tensor]:
+    """The checkpoint's tensors under the model's names: fused ones stacked, 1 added to norms."""
     parts = {
         "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+        "in_proj": ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
         "gate_up_proj": ("gate_proj", "up_proj"),
     }
-    expected = dict(tensors)
+    expected = {
+        name: 1 + tensor if adds_one(name, model) else tensor for name, tensor in tensors.items()
+    }
+    for name in [name for name in tensors if name.endswith("conv1d.weight")]:
+        expected[name] = expected[name].squeeze(1).T
+    for first in [name for name in tensors if name.endswith(".experts.0.gate_proj.weight")]:
+        prefix = first.removesuffix("0.gate_proj.weight")
+
+        def take(kind: str, prefix: str = prefix) -> Tensor:
+            return torch.stack([expected.pop(f"{prefix}{i}.{kind}.weight") for i in range(8)])
+
+        expected[f"{prefix}gate_up_proj"] = torch.cat((take("gate_proj"), take("up_proj")), 1)
+        expected[f"{prefix}down_proj"] = take("down_proj")
     for fused, names in parts.items():
-        for first in [name for name in tensors if f".{names[0]}." in name]:
+        for first in [name for name in expected if f".{names[0]}." in name]:
             stack = [expected.pop(first.replace(names[0], name)) for name in names]
             expected[first.replace(names[0], fused)] = torch.cat(stack)
     return expected
@@ -121,11 +135,36 @@ def test_logits_equal_transformers(tiny, name):
 
 @pytest.mark.parametrize("name", TINY_NAMES)
 def test_every_parameter_is_filled_from_its_tensors(tiny, name):
-    expected = expected_parameters(load_file(tiny(name) / "model.safetensors"))
+    expected = expected_parameters(load_file(tiny(name) / "model.safetensors"), name)
     found = dict(load(tiny(name)).named_parameters())
     assert found.keys() == expected.keys()
     for name, parameter in found.items():
         assert torch.equal(parameter, expected[name]), name
+
+
+def test_the_part_that_writes_is_read_of_a_checkpoint_that_sees(tiny, tmp_path):
+    """Qwen3.5's usual form: a nested config, model.language_model.*, model.visual.*, mtp.*."""
+    plain = tiny("tiny-qwen3_5")
+    text = Qwen3_5TextConfig.from_pretrained(plain)
+    vision = {"depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 32}
+    config = Qwen3_5Config(
+        text_config={**text.to_dict(), "tie_word_embeddings": False},
+        vision_config={**vision, "out_hidden_size": 64},
+        tie_word_embeddings=False,
+    )
+    with torch.random.fork_rng(devices=[]):
+        model = Qwen3_5ForConditionalGeneration(config).float()
+        randomise(model)
+    model.save_pretrained(tmp_path)
+    save_tiny_tokenizer(tmp_path)
+    tensors = rewrite(tmp_path, lambda t: t.update({"mtp.fc.weight": torch.zeros(64, 128)}))
+    assert any(name.startswith("model.visual.") for name in tensors)
+    ids = torch.tensor([IDS])
+    expected = model.eval()(ids).logits[0].float().log_softmax(-1)
+    found = logprobs_of(tmp_path, IDS, dtype="float32", kernels="ref")
+    torch.testing.assert_close(found, expected[:-1], rtol=1e-4, atol=1e-4)
+    rewrite(tmp_path, lambda t: t.update({"model.other.weight": torch.zeros(1)}))
+    assert "model.other.weight" in error_of(tmp_path)
 
 
 def test_a_tensor_in_two_shards_is_an_error(copy):
@@ -176,9 +215,10 @@ def test_checkpoint_of_any_float_type(copy, dtype, engine_dtype):
     folder = copy()
     tensors = rewrite(folder, lambda t: t.update({k: v.to(dtype) for k, v in t.items()}))
     change(folder, dtype=str(dtype).removeprefix("torch."))
+    expected = expected_parameters(tensors, "tiny-qwen3")
     for name, parameter in load(folder, engine_dtype).named_parameters():
         assert parameter.dtype == engine_dtype
-        assert torch.equal(parameter, expected_parameters(tensors)[name].to(engine_dtype)), name
+        assert torch.equal(parameter, expected[name].to(engine_dtype)), name
     if engine_dtype == torch.float32:
         found = logprobs_of(folder, IDS, dtype="float32", kernels="ref")
         torch.testing.assert_close(found, hf_logprobs(folder, IDS)[:-1], rtol=1e-4, atol=1e-4)

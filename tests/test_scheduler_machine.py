@@ -1,9 +1,10 @@
-"""Scheduler and block manager under random operations, with invariants checked after each.
+"""Scheduler, block manager and state pool under random operations; invariants hold after each.
 
 No model: a fake runner keeps, for every physical slot, the whole history of ids that its keys and
 values were computed from, and it draws a token from the history that the block table leads to, not
 from the sequence's own ids. So a block that is stale, shared too early, handed out twice or written
-twice shows as a wrong history, and at the end as a token that differs from the solo run's.
+twice shows as a wrong history, and at the end as a token that differs from the solo run's. Slots of
+recurrent states hold a history, too: that of the whole sequence so far.
 """
 
 import zlib
@@ -30,6 +31,7 @@ from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import SampledTokens, ScheduledSequence, Scheduler
 from nanoinfer.sequence import Sequence
+from nanoinfer.state_pool import StatePool
 
 MAX_MODEL_LEN = 24
 NUM_TOKEN_IDS = 3  # few, so that prefixes coincide
@@ -41,11 +43,12 @@ History = tuple[int, ...]
 
 
 class FakeRunner:
-    """Slots that hold histories instead of keys and values."""
+    """Slots that hold histories instead of keys and values, or of states."""
 
     def __init__(self, block_size: int) -> None:
         self._block_size = block_size
         self.slots: dict[int, History] = {}
+        self.states: dict[int, History] = {}
 
     def read(self, block_table: list[int], position: int) -> History | None:
         block = block_table[position // self._block_size]
@@ -61,6 +64,7 @@ class FakeRunner:
             for t in range(bounds[i], bounds[i + 1]):
                 before = self.read(table, positions[t] - 1) if positions[t] else ()
                 self.slots[slots[t]] = (*(before or ()), ids[t])
+        self.run_states(batch)
         results = [SampledTokens([])] * batch.num_entries
         if batch.sampling is not None:
             lengths, seeds = batch.seq_lens.tolist(), batch.sampling.seeds.tolist()
@@ -70,6 +74,18 @@ class FakeRunner:
             found = [{target: Logprob(0.0, 1)} for target in wanted.targets]
             results[wanted.entry] = results[wanted.entry]._replace(prompt_logprobs=found)
         return results
+
+    def run_states(self, batch: Batch) -> None:
+        """All read before any writes: no slot that is written may be another's source."""
+        sources, slots = batch.state_sources.tolist(), batch.state_slots.tolist()
+        written = [slot for slot in slots if slot]
+        assert len(set(written)) == len(written), "two sequences in one slot"
+        others = [source for source, slot in zip(sources, slots, strict=True) if source != slot]
+        assert not set(others) & set(written), "writes a state that another sequence reads"
+        ids, bounds = batch.input_ids.tolist(), batch.cu_seqlens_q.tolist()
+        for i, (source, slot) in enumerate(zip(sources, slots, strict=True)):
+            before = self.states[source] if source else ()
+            self.states[slot] = (*before, *ids[bounds[i] : bounds[i + 1]])
 
 
 def draw(history: History | None, seed: int) -> int:
@@ -92,6 +108,7 @@ def solo_run(seq: Sequence) -> list[int]:
 
 class SchedulerMachine(RuleBasedStateMachine):
     hash_block: Callable[[BlockContent], int] | None = None
+    is_hybrid = False  # some layers keep a state
     counts: Counter  # of operations, over all examples
 
     @initialize(
@@ -100,6 +117,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs=st.integers(1, 6),
         budget=st.sampled_from((1, 2, 3, 5, 9, 40)),
         is_caching=st.sampled_from((True, True, True, False)),
+        max_snapshots=st.integers(0, 5),
     )
     def start(
         self,
@@ -108,6 +126,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_num_seqs: int,
         budget: int,
         is_caching: bool,
+        max_snapshots: int,
     ) -> None:
         self.num_blocks = -(-MAX_MODEL_LEN // block_size) + num_spare_blocks
         self.block_size, self.budget, self.max_num_seqs = block_size, budget, max_num_seqs
@@ -115,6 +134,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             lambda: BlockManager(self.num_blocks, block_size, is_caching, type(self).hash_block),
             max_num_seqs,
             budget,
+            (lambda: StatePool(max_num_seqs, max_snapshots * is_caching, block_size))
+            if self.is_hybrid
+            else None,
         )
         self.runner = FakeRunner(block_size)
         self.chains: dict[int, History] = {}  # chain id -> the history that it stands for
@@ -218,6 +240,10 @@ class SchedulerMachine(RuleBasedStateMachine):
                 assert history == tuple(seq.token_ids[: position + 1])
             for block in seq.block_table[start // self.block_size :]:
                 assert counts[block] == 1, "writes a block that somebody shares"
+            if self.is_hybrid:
+                state = self.runner.states[seq.state_source] if seq.state_source else ()
+                assert state == tuple(seq.token_ids[:start])
+                assert seq.state_slot > 0
             if start == seq.num_cached_tokens > 0:
                 self.counts["hit"] += 1
         return step
@@ -246,6 +272,30 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert self.chains.setdefault(manager._chain_ids[block], history) == history
 
     @invariant()
+    def check_states(self) -> None:
+        states = self.scheduler.caches.states
+        if states is None:
+            return
+        owned = [seq.state_slot for seq in self.sequences if seq.state_slot]
+        read = {seq.state_source for seq in self.sequences} - {0, *owned}
+        kept = set(states._snapshots.values())
+        assert len(set(owned)) == len(owned)
+        assert len(owned) == states._num_owned <= self.max_num_seqs
+        assert len(kept | read) <= states.max_snapshots
+        assert kept.isdisjoint(owned)
+        free = states._free
+        assert len(set(free)) == len(free)
+        assert {*free, *owned, *kept, *read} == set(range(1, states.num_slots + 1))
+        assert len(free) + len(owned) + len(kept | read) == states.num_slots, "0 is nobody's"
+        chains = self.scheduler.block_manager._chain_ids.values()
+        assert set(states._snapshots) <= set(chains), "its blocks are gone"
+        for chain_id, slot in states._snapshots.items():
+            assert self.runner.states[slot] == self.chains[chain_id]
+        planners = [seq for seq, _ in states._planned.values()]
+        assert all(seq in self.scheduler.running for seq in planners)
+        self.counts["snapshots"] += len(kept)
+
+    @invariant()
     def check_sequences(self) -> None:
         waiting, running = list(self.scheduler.waiting), self.scheduler.running
         unfinished = [seq for seq in self.sequences if not seq.is_finished]
@@ -254,6 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 <= seq.num_computed <= len(seq) <= MAX_MODEL_LEN
             if seq not in running:
                 assert (seq.block_table, seq.num_computed) == ([], 0)
+                assert (seq.state_source, seq.state_slot) == (0, 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):
@@ -266,6 +317,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.check_sequences()
         assert not self.scheduler.has_work, f"not done after {bound} steps"
         assert self.scheduler.block_manager.num_free_blocks == self.num_blocks
+        if (states := self.scheduler.caches.states) is not None:
+            assert states.num_free_slots + states.num_snapshots == states.num_slots
         for seq in self.sequences:
             expected = solo_run(seq)
             if seq.finish_reason == "abort":
@@ -282,14 +335,16 @@ def _constant_hash(content: BlockContent) -> int:
     return 0
 
 
+@pytest.mark.parametrize("is_hybrid", [False, True], ids=["attention", "hybrid"])
 @pytest.mark.parametrize("hash_block", [None, _constant_hash], ids=["xxh3", "constant"])
 def test_invariants_hold_under_random_operations(
-    hash_block: Callable[[BlockContent], int] | None,
+    hash_block: Callable[[BlockContent], int] | None, is_hybrid: bool
 ):
     class Machine(SchedulerMachine):
         pass
 
     Machine.counts = Counter()
+    Machine.is_hybrid = is_hybrid
     Machine.hash_block = staticmethod(hash_block) if hash_block else None
     run_state_machine_as_test(
         Machine,
@@ -307,3 +362,4 @@ def test_invariants_hold_under_random_operations(
     assert num_operations >= 5_000
     # The run has met what it is for.
     assert min(counts["preemption"], counts["hit"], counts["reset"], counts["abort"]) >= 50
+    assert (counts["snapshots"] >= 1_000) == is_hybrid

@@ -7,7 +7,7 @@ import pytest
 import torch
 from oracle import good_prompts, hf_greedy, hf_logprobs, hf_margins, load_model
 from safetensors.torch import load_file
-from tiny import SPECIAL_TOKENS, TINY_NAMES, VOCAB_SIZE, make_tiny
+from tiny import SPECIAL_TOKENS, TINY_NAMES, VOCAB_SIZE, adds_one, make_tiny
 from tokenizers import Tokenizer
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig
 
@@ -26,9 +26,15 @@ def folder(request, tiny):
 def test_weights_are_random_enough(folder):
     for name, weight in load_file(folder / "model.safetensors").items():
         assert weight.dtype == torch.float32, name
-        if "norm" in name:
+        if adds_one(name, folder.name):
+            assert -0.5 <= weight.min() < -0.2, name
+            assert 0.2 < weight.max() <= 0.5, name
+        elif "norm" in name:
             assert 0.5 <= weight.min() < 0.8, name
             assert 1.2 < weight.max() <= 1.5, name
+        elif name.endswith(("A_log", "dt_bias")):
+            assert weight.unique().numel() == weight.numel() == 4, name
+            assert weight.abs().max() <= 1, name
         else:
             assert 0.2 < weight.std() < 0.4, name
 
@@ -81,7 +87,7 @@ def test_each_norm_changes_the_tokens(folder):
         faulty = copy.deepcopy(load_model(folder))
         for name, parameter in faulty.named_parameters():
             if name.split(".")[-2] == kind:
-                parameter.data.fill_(1.0)
+                parameter.data.fill_(0.0 if adds_one(name, folder.name) else 1.0)
         assert any(
             _greedy_of(faulty, prompt) != hf_greedy(folder, prompt, NUM_TOKENS)
             for prompt in prompts.values()
@@ -129,7 +135,7 @@ def test_configs_are_the_published_kind(folder):
 
 
 def test_q_k_v_biases_only_in_qwen2(folder):
-    biases = [n for n in load_file(folder / "model.safetensors") if n.endswith("bias")]
+    biases = [n for n in load_file(folder / "model.safetensors") if n.endswith(".bias")]
     assert len(biases) == (6 if folder.name == "tiny-qwen2" else 0)
 
 

@@ -3,7 +3,8 @@
 In: a name from `TINY_NAMES` and a folder. Out: a Hugging Face folder (config, weights, tokenizer,
 generation config) of a few hundred kilobytes, the same on every run. Three rules make faults show:
 
-1. norm weights are drawn from 0.5..1.5, so a skipped or misplaced norm changes tokens;
+1. norm weights are drawn from 0.5..1.5 (of the 1 + w form from -0.5..0.5), and what decides how
+   fast a state fades at random, so a skipped or misplaced one changes tokens;
 2. all other weights have std 0.3, so greedy outputs vary from token to token;
 3. the model's vocabulary (273, odd on purpose) is larger than the tokenizer's (259), as in the
    padded Qwen models: ids without a token are produced.
@@ -32,8 +33,14 @@ from transformers import (
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 from transformers.utils import logging
 
@@ -82,6 +89,32 @@ _YARN_ROPE = {
     "factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+_MOE = {"head_dim": 32, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Fewer key heads than value heads: Qwen3.5's smallest model has as many, and hides which meet.
+_DELTA = {
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+    "linear_conv_kernel_dim": 4,
+}
+_QWEN3_5 = {
+    **_DELTA,
+    "head_dim": 32,
+    "num_hidden_layers": 4,  # three of them with a state, then one of attention
+    "rope_parameters": {**_ROPE, "partial_rotary_factor": 0.25, "mrope_section": [2, 1, 1]},
+}
+# Half of a head is turned, and fast: a wrong position changes tokens within a few steps.
+_POSITIONS = {
+    **_QWEN3_5,
+    "layer_types": ["linear_attention", "full_attention"] * 2,
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 100,
+        "partial_rotary_factor": 0.5,
+        "mrope_section": [3, 3, 2],
+    },
+}
 # name: (model class, config class, what differs). head_dim 32 is not hidden / heads = 16, except in
 # Qwen2, whose published configs have no such field: there the engine must find 16 itself.
 _CHECKPOINTS = {
@@ -103,6 +136,19 @@ _CHECKPOINTS = {
         LlamaConfig,
         {"head_dim": 32, "rope_parameters": _LLAMA3_ROPE},
     ),
+    "tiny-qwen3-moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig, {**_MOE, "norm_topk_prob": True}),
+    "tiny-qwen3-moe-dense": (
+        Qwen3MoeForCausalLM,
+        Qwen3MoeConfig,
+        {**_MOE, "norm_topk_prob": False, "mlp_only_layers": [0]},
+    ),
+    "tiny-qwen3_5": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, _QWEN3_5),
+    "tiny-qwen3_5-positions": (Qwen3_5ForCausalLM, Qwen3_5TextConfig, _POSITIONS),
+    "tiny-qwen3_5-moe": (
+        Qwen3_5MoeForCausalLM,
+        Qwen3_5MoeTextConfig,
+        {**_QWEN3_5, **_MOE, "num_hidden_layers": 4, "shared_expert_intermediate_size": 32},
+    ),
 }
 TINY_NAMES = tuple(_CHECKPOINTS)
 
@@ -116,7 +162,7 @@ def make_tiny(name: str, folder: Path) -> Path:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         model = model_class(config).float()
-        _randomise(model)
+        randomise(model)
     model.generation_config = GenerationConfig(
         do_sample=True,
         temperature=0.7,
@@ -132,11 +178,20 @@ def make_tiny(name: str, folder: Path) -> Path:
     return folder
 
 
+def adds_one(name: str, model: str) -> bool:
+    """A norm of the 1 + w form: all of Qwen3.5's but the one behind a gated delta net."""
+    return "norm" in name and "qwen3_5" in model and "linear_attn.norm" not in name
+
+
 @torch.no_grad()
-def _randomise(model: PreTrainedModel) -> None:
+def randomise(model: PreTrainedModel) -> None:
     for name, parameter in model.named_parameters():
-        if "norm" in name:
+        if adds_one(name, model.config.model_type):
+            parameter.uniform_(-0.5, 0.5)
+        elif "norm" in name:
             parameter.uniform_(0.5, 1.5)
+        elif name.endswith(("A_log", "dt_bias")):
+            parameter.uniform_(-1.0, 1.0)
         else:
             parameter.normal_(0.0, 0.3)
 

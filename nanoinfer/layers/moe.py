@@ -1,4 +1,4 @@
-"""Mixture of experts in place of an MLP: a router, and many small MLPs; a token meets a few of them.
+"""Mixture of experts in place of an MLP: a router and many small MLPs; a token meets a few of them.
 
 In: x [T, E]. Out: [T, E]. Qwen3.5's mixtures have one more expert that every token meets, behind a
 gate of its own.
