@@ -83,7 +83,9 @@ def floor_seconds(
 ) -> float:
     """The least time for `work` when the model is held in `dtype`.
 
-    The fewest steps are as many as the longest output has tokens, and each reads all weights once.
+    The fewest steps are as many as the longest output has tokens, and each reads all weights once,
+    of a mixture those of the experts that its tokens are expected to choose. A recurrent state is
+    read and written at each token of an output.
     A request's prompt gives its first token; each further token is computed from the one before
     and reads the request's KV cache. So an output's last token is never computed with. Operations
     cost their number at the GEMM rate, bytes theirs at the read rate: the sum of the two. With
@@ -91,18 +93,25 @@ def floor_seconds(
     as weights and KV come from memory and not from a cache.
     """
     head = model.hidden_size * model.vocab_size
-    body = model.num_hidden_layers * _layer_weights(model)
-    width = model.num_hidden_layers * model.num_attention_heads * model.head_dim
-    kv_width = model.num_hidden_layers * model.num_key_value_heads * model.head_dim
+    body = sum(_layer_weights(model, i) for i in range(model.num_hidden_layers))
+    num_attending = model.layer_types.count("full_attention")
+    width = num_attending * model.num_attention_heads * model.head_dim
+    kv_width = num_attending * model.num_key_value_heads * model.head_dim
+    state = (model.num_hidden_layers - num_attending) * _state_numbers(model)
     flops = 0
-    numbers = max(work.output_lens) * (body + head)  # that are read
+    num_seqs = len(work.output_lens)
+    read = sum(_layer_weights(model, i, num_seqs) for i in range(model.num_hidden_layers))
+    numbers = max(work.output_lens) * (read + head)  # that are read
+    states = sum(work.output_lens) * 2 * state
     for num_in, num_out in zip(work.input_lens, work.output_lens, strict=True):
         computed = num_in + num_out - 1  # tokens that pass through the layers
         pairs = computed * (computed + 1) // 2  # of a query and a key that it sees
         contexts = num_out * num_in + num_out * (num_out - 1) // 2  # tokens in the cache, all steps
         flops += 2 * (computed * body + num_out * head) + 4 * pairs * width  # attention: q k, p v
+        flops += 6 * computed * state  # two answers and a write
         numbers += 2 * contexts * kv_width  # k and v
-    seconds = (flops / limits.flops(dtype), dtype.itemsize * numbers / limits.read)
+    num_bytes = dtype.itemsize * numbers + torch.float32.itemsize * states
+    seconds = (flops / limits.flops(dtype), num_bytes / limits.read)
     return max(seconds) if overlap else sum(seconds)
 
 
@@ -125,11 +134,29 @@ def _span(numbers: list[int]) -> str:
     return f"{low}" if low == high else f"{low}..{high}"
 
 
-def _layer_weights(model: ModelConfig) -> int:
-    """Weights of one layer's matrices: q and o, k and v, gate, up and down."""
-    num_heads = model.num_attention_heads + model.num_key_value_heads
-    attention = 2 * model.hidden_size * num_heads * model.head_dim
-    return attention + 3 * model.hidden_size * model.intermediate_size
+def _layer_weights(model: ModelConfig, layer: int, num_tokens: int | None = None) -> float:
+    """Weights of a layer's matrices: those that one token meets, or that `num_tokens` read."""
+    if model.layer_types[layer] == "full_attention":
+        num_heads = (2 + model.gated_attention) * model.num_attention_heads
+        mixer = model.hidden_size * (num_heads + 2 * model.num_key_value_heads) * model.head_dim
+    else:
+        assert model.delta is not None, "a layer without attention has a state"
+        keys = model.delta.num_key_heads * model.delta.key_head_dim
+        values = model.delta.num_value_heads * model.delta.value_head_dim
+        mixer = model.hidden_size * (2 * keys + 3 * values + 2 * model.delta.num_value_heads)
+    if model.moe is None or layer not in model.moe.layers:
+        return mixer + 3 * model.hidden_size * model.intermediate_size
+    moe, met = model.moe, float(model.moe.num_experts_per_tok)
+    if num_tokens is not None:  # expected, of experts that are chosen evenly
+        met = moe.num_experts * (1 - (1 - met / moe.num_experts) ** num_tokens)
+    inner = met * moe.moe_intermediate_size + moe.shared_expert_intermediate_size
+    return mixer + model.hidden_size * (3 * inner + moe.num_experts)
+
+
+def _state_numbers(model: ModelConfig) -> int:
+    """Numbers of one layer's state of a sequence."""
+    d = model.delta
+    return 0 if d is None else d.num_value_heads * d.key_head_dim * d.value_head_dim
 
 
 def _measure_read(device: torch.device) -> float:

@@ -56,6 +56,7 @@ from shapes import SHAPES, make_checkpoint
 import nanoinfer.llm
 from nanoinfer import LLM, EngineConfig, SamplingParams
 from nanoinfer.batch import Batch
+from nanoinfer.cache_sizes import CacheSizes
 from nanoinfer.demo import demo_model
 from nanoinfer.kernels import Kernels
 from nanoinfer.llm import LLMEngine
@@ -133,7 +134,8 @@ class NullRunner:
     def __init__(self, config: EngineConfig, model_config: ModelConfig, folder: Path) -> None:
         self.max_model_len = min(config.max_model_len or _NULL_LEN, model_config.max_model_len)
         blocks = -(-self.max_model_len // config.block_size)
-        self.num_kv_blocks = config.num_kv_blocks or config.max_num_seqs * blocks
+        num_blocks = config.num_kv_blocks or config.max_num_seqs * blocks
+        self.cache_sizes = CacheSizes(num_blocks, config.max_num_seqs, 0)
 
     def run(self, batch: Batch) -> list[SampledTokens]:
         results = [SampledTokens([])] * batch.num_entries

@@ -27,6 +27,7 @@ from torch.utils._pytree import tree_leaves
 import nanoinfer.model_runner
 from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels
+from nanoinfer.kernels.moe import route
 from nanoinfer.layers.embedding import Embedding
 from nanoinfer.layers.linear import Linear
 from nanoinfer.llm import LLMEngine
@@ -125,7 +126,35 @@ def store_cost(args: tuple, kwargs: dict, result: Tensor) -> Counter:
     return call_cost((q, k, v, norms, positions, slots), {}, result) + stored
 
 
-_COSTS: dict[str, CostOf] = {"paged_attention": attention_cost, "norm_rope_store": store_cost}
+def conv_cost(args: tuple, kwargs: dict, result: Tensor) -> Counter:
+    x, weight, state, *places = args
+    kept = 2 * len(places[-1]) * state[0].numel() * state.itemsize  # read, and written
+    return call_cost((x, weight, places), {}, result) + Counter(bytes=kept)
+
+
+def delta_cost(args: tuple, kwargs: dict, result: Tensor) -> Counter:
+    *rows, decay, state, _, _, slots = args
+    kept = 2 * len(slots) * state[0].numel() * state.itemsize
+    flops = 6 * len(result) * state[0].numel()  # two answers and a write, of every number
+    return call_cost((rows, decay), {}, result) + Counter(bytes=kept, flops=flops)
+
+
+def moe_cost(args: tuple, kwargs: dict, result: Tensor) -> Counter:
+    x, logits, experts, routing = args
+    chosen = route(logits, routing)[1]
+    per_expert = sum(w[0].numel() for w in experts)
+    weights = len(chosen.unique()) * per_expert * x.itemsize
+    rest = call_cost((x, logits), {}, result)
+    return rest + Counter(bytes=weights, flops=2 * chosen.numel() * per_expert)
+
+
+_COSTS: dict[str, CostOf] = {
+    "paged_attention": attention_cost,
+    "norm_rope_store": store_cost,
+    "causal_conv": conv_cost,
+    "gated_delta": delta_cost,
+    "moe": moe_cost,
+}
 
 
 @contextlib.contextmanager

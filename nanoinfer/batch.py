@@ -24,7 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from nanoinfer.kernels.rotary import MROPE_AXES
+from nanoinfer.positions import join
 from nanoinfer.scheduler import ScheduledSequence
 from nanoinfer.sequence import Sequence
 
@@ -74,8 +74,7 @@ class Batch:
     cu_seqlens_q: Tensor  # [S + 1] int32
     seq_lens: Tensor  # [S] int32
     block_tables: Tensor  # [S, M] int32
-    state_sources: Tensor  # [S] int32, slots of the states to start from; 0: from nothing
-    state_slots: Tensor  # [S] int32, slots in which to leave them
+    states: Tensor  # [2, S] int32: slots of states, to start from (0: nothing) and to leave in
     logits_indices: Tensor  # [R] int64
     sampled_entries: list[int]  # [R] which scheduled sequence a sampled row belongs to
     num_entries: int
@@ -94,13 +93,12 @@ class Batch:
         q_lens = np.array([entry.num_tokens for entry in step])
         cu_seqlens_q = np.concatenate(([0], np.cumsum(q_lens)))
         tables = _stack([entry.seq.block_table for entry in step])
+        states = [(entry.seq.state.source, entry.seq.state.slot) for entry in step]
         input_ids: list[int] = []
         positions = []
         for seq, start, num_tokens, _ in step:
             input_ids.extend(seq.token_ids[start : start + num_tokens])
             positions.append(seq.positions(start, start + num_tokens))
-        if any(part.ndim == 2 for part in positions):
-            positions = [np.broadcast_to(part, (MROPE_AXES, part.shape[-1])) for part in positions]
         rows = np.repeat(np.arange(len(step)), q_lens)
         places = np.arange(len(rows)) + (starts - cu_seqlens_q[:-1])[rows]  # in its sequence
         slots = tables[rows, places // block_size] * np.int64(block_size) + places % block_size
@@ -108,13 +106,12 @@ class Batch:
         upload = functools.partial(_upload, device=device)
         return Batch(
             input_ids=upload(input_ids, np.int64),
-            positions=upload(np.concatenate(positions, axis=-1), np.int64),
+            positions=upload(join(positions), np.int64),
             slot_mapping=upload(slots, np.int64),
             cu_seqlens_q=upload(cu_seqlens_q, np.int32),
             seq_lens=upload(starts + q_lens, np.int32),
             block_tables=upload(tables, np.int32),
-            state_sources=upload([entry.seq.state_source for entry in step], np.int32),
-            state_slots=upload([entry.seq.state_slot for entry in step], np.int32),
+            states=upload(list(zip(*states, strict=True)), np.int32),
             logits_indices=upload(cu_seqlens_q[1:][sampled] - 1, np.int64),
             sampled_entries=sampled,
             num_entries=len(step),
@@ -135,8 +132,7 @@ class Batch:
             cu_seqlens_q=lengths,
             seq_lens=lengths[1:],
             block_tables=torch.zeros(1, num_blocks, dtype=torch.int32, device=device),
-            state_sources=lengths[:1],
-            state_slots=lengths[:1],
+            states=torch.zeros(2, 1, dtype=torch.int32, device=device),
             logits_indices=zeros[:1],
             sampled_entries=[],
             num_entries=1,

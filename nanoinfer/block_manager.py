@@ -178,8 +178,8 @@ class BlockManager:
 
     def _content(self, seq: Sequence, index: int, parent: int) -> BlockContent:
         start, stop = index * self.block_size, (index + 1) * self.block_size
-        ids = tuple(seq.token_ids[start:stop])
-        return BlockContent(parent, ids, seq.position_key(start, stop))
+        ids, images = tuple(seq.token_ids[start:stop]), seq.image_positions
+        return BlockContent(parent, ids, b"" if images is None else images.key(start, stop))
 
     def _lookup(self, content: BlockContent) -> int | None:
         block = self._by_hash.get(self._hash(content))

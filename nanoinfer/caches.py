@@ -16,9 +16,13 @@ Invariant: a sequence has what it needs of all kinds, or of none. A third kind j
 `CacheKind`.
 """
 
+import functools
+from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
 from nanoinfer.block_manager import BlockContent, BlockManager
+from nanoinfer.cache_sizes import CacheSizes
+from nanoinfer.config import EngineConfig
 from nanoinfer.sequence import Sequence
 from nanoinfer.state_pool import StatePool
 
@@ -101,3 +105,13 @@ class Caches:
     def free(self, seq: Sequence) -> None:
         for kind in self._kinds:
             kind.free(seq)
+
+
+def make_pools(
+    sizes: CacheSizes, config: EngineConfig
+) -> tuple[Callable[[], BlockManager], Callable[[], StatePool] | None]:
+    """How to make the pools of an engine, now and after an error; no states, no state pool."""
+    blocks = (sizes.num_blocks, config.block_size, config.enable_prefix_caching)
+    slots = (sizes.max_num_seqs, sizes.max_snapshots, config.block_size, sizes.bytes_per_slot)
+    make_states = functools.partial(StatePool, *slots) if sizes.bytes_per_slot else None
+    return functools.partial(BlockManager, *blocks), make_states

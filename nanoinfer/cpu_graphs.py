@@ -84,8 +84,7 @@ class CpuGraphs:
             positions=torch.empty_like(batch.positions),
             slot_mapping=torch.empty_like(batch.slot_mapping),
             seq_lens=torch.empty_like(batch.seq_lens),
-            state_sources=torch.empty_like(batch.state_sources),
-            state_slots=torch.empty_like(batch.state_slots),
+            states=torch.empty_like(batch.states),
             block_tables=tables,
         )
         _refill(static, batch)
@@ -97,6 +96,5 @@ def _refill(static: Batch, batch: Batch) -> None:
     static.positions.copy_(batch.positions)
     static.slot_mapping.copy_(batch.slot_mapping)
     static.seq_lens.copy_(batch.seq_lens)
-    static.state_sources.copy_(batch.state_sources)
-    static.state_slots.copy_(batch.state_slots)
+    static.states.copy_(batch.states)
     static.block_tables[:, : batch.block_tables.shape[1]].copy_(batch.block_tables)

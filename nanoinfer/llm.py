@@ -25,7 +25,7 @@ import xxhash
 from tqdm import tqdm
 
 from nanoinfer.batch import Batch
-from nanoinfer.block_manager import BlockManager
+from nanoinfer.caches import make_pools
 from nanoinfer.config import EngineConfig
 from nanoinfer.loader import find_checkpoint
 from nanoinfer.model_config import ModelConfig, as_list, load_generation_config
@@ -42,7 +42,6 @@ from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams, check_params
 from nanoinfer.scheduler import Scheduler
 from nanoinfer.sequence import Sequence
-from nanoinfer.state_pool import StatePool
 from nanoinfer.tokenizer import Detokenizer, Tokenizer
 
 logger = logging.getLogger("nanoinfer")
@@ -64,15 +63,9 @@ class LLMEngine:
         self.kernels = self._runner.kernels.name
         self.max_model_len = self._runner.max_model_len
         sizes = self._runner.cache_sizes
-        self._bytes_per_slot = sizes.bytes_per_slot
-        pool = (sizes.num_blocks, config.block_size, config.enable_prefix_caching)
-        slots = (sizes.max_num_seqs, sizes.max_snapshots, config.block_size)
-        self.scheduler = Scheduler(
-            functools.partial(BlockManager, *pool),
-            sizes.max_num_seqs,
-            config.max_num_batched_tokens,
-            functools.partial(StatePool, *slots) if self._runner.is_recurrent else None,
-        )
+        make_blocks, make_states = make_pools(sizes, config)
+        budget = config.max_num_batched_tokens
+        self.scheduler = Scheduler(make_blocks, sizes.max_num_seqs, budget, make_states)
         self._requests: dict[str, Request] = {}
         self._counter = itertools.count()
         self._num_steps = 0
@@ -152,7 +145,6 @@ class LLMEngine:
         """Counters of this moment."""
         with self._lock:
             blocks, states = self.scheduler.block_manager, self.scheduler.caches.states
-            snapshots = 0 if states is None else states.num_snapshots
             return EngineStats(
                 running=len(self.scheduler.running),
                 waiting=len(self.scheduler.waiting),
@@ -162,8 +154,8 @@ class LLMEngine:
                 prefix_hit_tokens=self.scheduler.num_prefix_hit_tokens,
                 steps=self._num_steps,
                 kernels=self.kernels,
-                snapshots=snapshots,
-                snapshot_bytes=snapshots * self._bytes_per_slot,
+                snapshots=0 if states is None else states.num_snapshots,
+                snapshot_bytes=0 if states is None else states.snapshot_bytes,
             )
 
     def close(self) -> None:

@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from nanoinfer.layers.linear import Linear
-from nanoinfer.layers.moe import Experts
+from nanoinfer.layers.moe import WHOLE_EXPERTS, Experts, expert_target
 
 _FUSED = {
     "q_proj": "qkv_proj",
@@ -39,8 +39,6 @@ _FUSED = {
 # Old Llama files hold what is computed here. Images and drafts (MTP) are not read.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^model\.visual\.|^mtp\.")
 _PREFIX = re.compile(r"^model\.language_model\.")  # of the part that writes, where one sees too
-_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight$")
-_OF_EXPERT = {"gate_proj": "gate_up_proj", "up_proj": "gate_up_proj", "down_proj": "down_proj"}
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _HUB_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
 
@@ -79,14 +77,16 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
     """Fill `model` from `folder`; with `tie` the head shares the embedding's matrix."""
     files = _find_files(folder)
     parameters = dict(model.named_parameters())
-    missing = {(name, shard) for name in parameters for shard in _shards(model, name)}
+    missing = {(name, part) for name in parameters for part in _parts(model, name)}
     for path in files:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a dict)
                 if _IGNORED.search(name):
                     continue
                 target, shard = _target(name)
-                found = {(target, part) for part in _parts(model, target, shard)}
+                is_whole = target in parameters and target.endswith(WHOLE_EXPERTS)
+                filled = _parts(model, target) if is_whole and not shard else [shard]
+                found = {(target, part) for part in filled}
                 if not found <= missing:
                     raise ValueError(
                         f"{path}: tensor {name!r} is there twice, or not part of this architecture"
@@ -142,35 +142,26 @@ def _open(path: Path) -> safe_open:
 def _target(name: str) -> tuple[str, str]:
     """Checkpoint name -> (parameter name, which part of it)."""
     name = _PREFIX.sub("model.", name)
-    if expert := _EXPERT.match(name):
-        above, index, module = expert.groups()
-        return f"{above}.{_OF_EXPERT[module]}", f"{index}.{module}"
+    if (of_expert := expert_target(name)) is not None:
+        return of_expert
     parent, _, kind = name.rpartition(".")
     above, _, module = parent.rpartition(".")
     return (f"{above}.{_FUSED[module]}.{kind}", module) if module in _FUSED else (name, "")
 
 
-def _source(parameter: str, shard: str) -> str:
-    """The inverse: what the checkpoint calls it."""
+def _source(parameter: str, part: str) -> str:
+    """The inverse."""
     parent, _, kind = parameter.rpartition(".")
-    if parent.endswith(".mlp.experts"):
-        return f"{parent}.{shard}.weight"
-    return f"{parent.rpartition('.')[0]}.{shard}.{kind}" if shard else parameter
+    if parameter.endswith(WHOLE_EXPERTS):
+        return f"{parent}.{part}.weight"
+    return f"{parent.rpartition('.')[0]}.{part}.{kind}" if part else parameter
 
 
-def _shards(model: nn.Module, parameter: str) -> list[str]:
-    """The parts that fill a parameter."""
+def _parts(model: nn.Module, parameter: str) -> list[str]:
+    """What fills a parameter: several tensors of the checkpoint, or one."""
     parent, _, kind = parameter.rpartition(".")
     module = model.get_submodule(parent)
-    if isinstance(module, Experts):
-        return module.parts(kind)
-    return list(module.cuts) if isinstance(module, Linear) else [""]
-
-
-def _parts(model: nn.Module, target: str, shard: str) -> list[str]:
-    """Which of a parameter's parts a tensor fills: all experts', if they come in one."""
-    is_expert = target.rpartition(".")[0].endswith(".mlp.experts")
-    return _shards(model, target) if is_expert and not shard else [shard]
+    return module.parts(kind) if isinstance(module, Linear | Experts) else [""]
 
 
 def _load(model: nn.Module, target: str, shard: str, tensor: Tensor, name: str, path: Path) -> None:

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from nanoinfer.hybrid_config import DeltaConfig, MoEConfig, is_qwen3_5, layer_types
+
 
 @dataclass(frozen=True, kw_only=True)
 class RopeConfig:
@@ -60,61 +62,8 @@ class RopeConfig:
             factor=float(rope.get("factor") or hf.max_position_embeddings / original),
             original_max_position=original,
             mrope_section=tuple(rope["mrope_section"]) if rope.get("mrope_section") else None,
-            is_mrope_interleaved=bool(rope.get("mrope_interleaved", _is_qwen3_5(hf))),
+            is_mrope_interleaved=bool(rope.get("mrope_interleaved", is_qwen3_5(hf))),
             **{name: rope[name] for name in optional if rope.get(name) is not None},
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class MoEConfig:
-    """Mixture of experts; transformers' names."""
-
-    num_experts: int
-    num_experts_per_tok: int
-    moe_intermediate_size: int
-    norm_topk_prob: bool
-    """The weights of the chosen experts add up to 1."""
-    shared_expert_intermediate_size: int
-    """Of the expert that every token visits; 0: there is none."""
-    layers: frozenset[int]
-    """Which layers are a mixture; the others are dense."""
-
-    @classmethod
-    def from_hf(cls, hf: Any) -> "MoEConfig | None":
-        if not hasattr(hf, "num_experts"):
-            return None
-        step, dense = getattr(hf, "decoder_sparse_step", 1), getattr(hf, "mlp_only_layers", None)
-        layers = {i for i in range(hf.num_hidden_layers) if (i + 1) % step == 0}
-        return cls(
-            num_experts=hf.num_experts,
-            num_experts_per_tok=hf.num_experts_per_tok,
-            moe_intermediate_size=hf.moe_intermediate_size,
-            norm_topk_prob=getattr(hf, "norm_topk_prob", True),  # Qwen3.5 has no such choice
-            shared_expert_intermediate_size=getattr(hf, "shared_expert_intermediate_size", 0),
-            layers=frozenset(layers - set(dense or ())) if hf.num_experts > 0 else frozenset(),
-        )
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaConfig:
-    """Gated delta net: the sizes of its heads and of the convolution in front of it."""
-
-    num_key_heads: int
-    num_value_heads: int
-    key_head_dim: int
-    value_head_dim: int
-    conv_width: int
-
-    @classmethod
-    def from_hf(cls, hf: Any) -> "DeltaConfig | None":
-        if "linear_attention" not in _layer_types(hf):
-            return None
-        return cls(
-            num_key_heads=hf.linear_num_key_heads,
-            num_value_heads=hf.linear_num_value_heads,
-            key_head_dim=hf.linear_key_head_dim,
-            value_head_dim=hf.linear_value_head_dim,
-            conv_width=hf.linear_conv_kernel_dim,
         )
 
 
@@ -186,26 +135,17 @@ class ModelConfig:
             rms_norm_eps=text.rms_norm_eps,
             max_model_len=longest,
             tie_word_embeddings=hf.tie_word_embeddings,
-            layer_types=_layer_types(text),
+            layer_types=layer_types(text),
             qk_norm=text.model_type.startswith("qwen3"),
             qkv_bias=text.model_type == "qwen2",
-            norm_adds_one=_is_qwen3_5(text),
-            gated_attention=_is_qwen3_5(text),
+            norm_adds_one=is_qwen3_5(text),
+            gated_attention=is_qwen3_5(text),
             rope=rope,
             moe=MoEConfig.from_hf(text),
             delta=DeltaConfig.from_hf(text),
             dtype=text.dtype or hf.dtype or torch.float32,
             eos_token_ids=frozenset(eos),
         )
-
-
-def _is_qwen3_5(hf: Any) -> bool:
-    return hf.model_type.startswith("qwen3_5")
-
-
-def _layer_types(hf: Any) -> tuple[str, ...]:
-    types = getattr(hf, "layer_types", None)
-    return tuple(types or ["full_attention"] * hf.num_hidden_layers)
 
 
 def load_generation_config(folder: Path) -> dict[str, Any]:

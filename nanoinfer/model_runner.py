@@ -72,11 +72,6 @@ class ModelRunner:
             recorded = (self.kernels.recorder, longest_table)
             self._graphs = CpuGraphs(self._model, self._caches, *recorded)
 
-    @property
-    def is_recurrent(self) -> bool:
-        """Some layer keeps a state of each sequence."""
-        return any(spec.unit == "slot" for spec in self._specs)
-
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledTokens]:
         """One step: forward, logits of the rows that matter, sampling."""

@@ -10,10 +10,23 @@ tokens and what was lost to preemption are the same thing.
     num_computed  ---- keys and values in the cache --->|      (<= len(token_ids))
 """
 
+from dataclasses import dataclass
+
 import numpy as np
 
+from nanoinfer.positions import ImagePositions
 from nanoinfer.request import Logprobs, Request
 from nanoinfer.tokenizer import Detokenizer
+
+
+@dataclass
+class SequenceState:
+    """Where its recurrent state is, where the model has one; state_pool.py's business."""
+
+    source: int = 0  # slot that its next step starts from
+    slot: int = 0  # slot that the step leaves it in
+    snapshot_points: tuple[int, ...] = ()  # where to keep it, in tokens
+    answer_chain: int = 0  # behind which one of its answer is kept
 
 
 class Sequence:
@@ -30,17 +43,14 @@ class Sequence:
         self.seed = seed
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
-        self.prompt_positions: np.ndarray | None = None  # [3, n] int64, of a prompt with images
+        self.image_positions: ImagePositions | None = None  # of a prompt with images
         self.num_computed = 0
         self.was_admitted = False
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on first admission
         self.block_table: list[int] = []
         self.chain_id = 0  # of its last registered block; 0 is the root of all chains
         self.num_registered_blocks = 0
-        self.state_source = 0  # slot of the recurrent state that its next step starts from
-        self.state_slot = 0  # slot that the step leaves it in
-        self.snapshot_points: tuple[int, ...] = ()  # where to keep a state, in tokens
-        self.answer_chain = 0  # behind which it keeps one of its answer
+        self.state = SequenceState()
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.logprobs: list[Logprobs] = []
@@ -77,23 +87,10 @@ class Sequence:
         )
 
     def positions(self, start: int, stop: int) -> np.ndarray:
-        """Rotary positions of token_ids[start:stop]: [n], or [3, n] where axes differ.
-
-        Behind a prompt with images they go on from its largest one, on all axes alike.
-        """
-        given = self.prompt_positions
-        if given is None:
-            return np.arange(start, stop, dtype=np.int64)
-        num_given = given.shape[1]
-        offset = given.max() + 1 - num_given
-        text = np.arange(max(start, num_given), max(stop, num_given), dtype=np.int64) + offset
-        if start >= num_given:
-            return text
-        return np.concatenate((given[:, start:stop], np.broadcast_to(text, (3, len(text)))), 1)
-
-    def position_key(self, start: int, stop: int) -> bytes:
-        """What tells blocks of the same ids apart: nothing, where ids give positions."""
-        return b"" if self.prompt_positions is None else self.positions(start, stop).tobytes()
+        """Rotary positions of token_ids[start:stop]: [n], or [3, n] where axes differ."""
+        if self.image_positions is not None:
+            return self.image_positions.of(start, stop)
+        return np.arange(start, stop, dtype=np.int64)
 
     def append_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         """Take a sampled token and decide whether it was the last."""

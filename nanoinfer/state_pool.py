@@ -1,7 +1,7 @@
 """Who owns which slot of the recurrent states, and which states are kept to start from again.
 
 In: sequences that run, with the chains of their blocks. Out: two slots for each: the one that its
-next step starts from, `state_source`, and the one that the step writes, `state_slot`.
+next step starts from, `state.source`, and the one that the step writes, `state.slot`.
 
 A state is changed in place, so that keeping one would cost a copy. It costs none here: the sequence
 gives its slot away, as it is, and goes on in another one.
@@ -27,19 +27,21 @@ A production engine adds: states of several tokens back, for speculation; offloa
 
 from collections import OrderedDict
 
-from nanoinfer.sequence import Sequence
+from nanoinfer.sequence import Sequence, SequenceState
 
 NULL_SLOT = 0
-_ROOT = 0  # chain id of "no tokens yet"
 
 
 class StatePool:
-    """Slots 1..max_num_seqs + max_snapshots."""
+    """Slots 1..max_num_seqs + max_snapshots, of `bytes_per_slot` in all layers."""
 
-    def __init__(self, max_num_seqs: int, max_snapshots: int, block_size: int) -> None:
+    def __init__(
+        self, max_num_seqs: int, max_snapshots: int, block_size: int, bytes_per_slot: int = 0
+    ) -> None:
         self.num_slots = max_num_seqs + max_snapshots
         self.max_snapshots = max_snapshots
         self._block_size = block_size
+        self._bytes_per_slot = bytes_per_slot
         self._free = list(range(self.num_slots, 0, -1))
         self._num_owned = 0  # by sequences, to be written
         self._is_kept = [False] * (self.num_slots + 1)  # as a snapshot
@@ -55,6 +57,10 @@ class StatePool:
     def num_snapshots(self) -> int:
         return len(self._snapshots)
 
+    @property
+    def snapshot_bytes(self) -> int:
+        return len(self._snapshots) * self._bytes_per_slot
+
     def deepest(self, chain_ids: list[int]) -> int:
         """How many leading blocks there are up to the last one with a snapshot."""
         depths = range(len(chain_ids), 0, -1)
@@ -65,24 +71,24 @@ class StatePool:
 
     def start(self, seq: Sequence, known: list[int], depth: int) -> None:
         """Resume behind the first `depth` blocks of the chain `known`, where a snapshot is."""
-        assert (seq.state_source, seq.state_slot) == (NULL_SLOT, NULL_SLOT), "it holds slots"
+        assert seq.state == SequenceState(), "it holds slots"
         if depth > 0:
             self._snapshots.move_to_end(known[depth - 1])
             self._read(seq, self._snapshots[known[depth - 1]])
         if self.max_snapshots == 0:
             return
         points = {(len(seq) - 1) // self._block_size, len(known)}
-        seq.snapshot_points = tuple(n * self._block_size for n in sorted(points) if n > depth)
+        seq.state.snapshot_points = tuple(n * self._block_size for n in sorted(points) if n > depth)
         if len(known) > depth:
             self._planned[known[-1]] = seq, len(known) * self._block_size
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        return next((p for p in seq.snapshot_points if seq.num_computed < p < end), end)
+        return next((p for p in seq.state.snapshot_points if seq.num_computed < p < end), end)
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
         """A slot to write: always there."""
-        if seq.state_slot == NULL_SLOT:
-            seq.state_slot = self._free.pop()
+        if seq.state.slot == NULL_SLOT:
+            seq.state.slot = self._free.pop()
             self._num_owned += 1
         return True
 
@@ -90,7 +96,7 @@ class StatePool:
         """Its state is that of num_computed tokens: keep it, if it is worth it."""
         self._read(seq, NULL_SLOT)
         if not self._keep(seq):
-            seq.state_source = seq.state_slot
+            seq.state.source = seq.state.slot
         self._forget_plans(seq, seq.num_computed)
 
     def forget(self, chain_id: int) -> None:
@@ -102,29 +108,29 @@ class StatePool:
 
     def free(self, seq: Sequence) -> None:
         self._read(seq, NULL_SLOT)
-        if seq.state_slot != NULL_SLOT:
-            self._free.append(seq.state_slot)
+        if seq.state.slot != NULL_SLOT:
+            self._free.append(seq.state.slot)
             self._num_owned -= 1
-        seq.state_slot, seq.snapshot_points, seq.answer_chain = NULL_SLOT, (), _ROOT
+        seq.state = SequenceState()
         self._forget_plans(seq)
 
     def _keep(self, seq: Sequence) -> bool:
         """Turn the slot of `seq` into a snapshot; False if there is no reason, or no room."""
         count, rest = divmod(seq.num_computed, self._block_size)
-        is_planned = seq.num_computed in seq.snapshot_points
+        is_planned = seq.num_computed in seq.state.snapshot_points
         is_answer = rest == 0 and seq.num_remaining == 0 and self.max_snapshots > 0
         if count != seq.num_registered_blocks or not (is_planned or is_answer):
             return False
         if is_answer and not is_planned:  # takes what is free, and its own last one's place
-            self.forget(seq.answer_chain)
+            self.forget(seq.state.answer_chain)
         if seq.chain_id in self._snapshots:
             self._snapshots.move_to_end(seq.chain_id)
             return False
         if self._num_kept() >= self.max_snapshots and not (is_planned and self._drop_oldest()):
             return False
         if not is_planned:
-            seq.answer_chain = seq.chain_id
-        slot, seq.state_slot = seq.state_slot, NULL_SLOT
+            seq.state.answer_chain = seq.chain_id
+        slot, seq.state.slot = seq.state.slot, NULL_SLOT
         self._num_owned -= 1
         self._snapshots[seq.chain_id] = slot
         self._is_kept[slot] = True
@@ -144,12 +150,12 @@ class StatePool:
 
     def _read(self, seq: Sequence, slot: int) -> None:
         """Let `seq` start from `slot` in its next step, instead of what it had."""
-        old = seq.state_source
-        if old not in (NULL_SLOT, seq.state_slot):
+        old = seq.state.source
+        if old not in (NULL_SLOT, seq.state.slot):
             self._num_readers[old] -= 1
             if self._num_readers[old] == 0 and not self._is_kept[old]:
                 self._free.append(old)
-        seq.state_source = slot
+        seq.state.source = slot
         if slot != NULL_SLOT:
             self._num_readers[slot] += 1
 

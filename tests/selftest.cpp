@@ -33,6 +33,7 @@ i64 nanoinfer_norm_rope_store(int, int, int, void*, void*, void*, const void*, c
                               const float*, const i64*, i64, i64, i64, i64, i64, i64, i64, i64,
                               i64, i64, i64, i64, i64, i64, float, int);
 void nanoinfer_silu_mul(int, void*, const void*, i64, i64, i64, int);
+void nanoinfer_sigmoid_mul(int, void*, const void*, const void*, i64, i64, i64, i64, i64, int);
 i64 nanoinfer_store_kv(void*, void*, const void*, const void*, const i64*, i64, i64, i64, i64, i64,
                        int);
 i64 nanoinfer_paged_attention(int, void*, const void*, const void*, const void*, const int32_t*,
@@ -44,6 +45,14 @@ void nanoinfer_linear_bf16(int, void*, const void*, const void*, const bf16*, i6
                            i64, int);
 void nanoinfer_linear_int8(int, int, void*, const void*, const void*, const float*, const float*,
                            const int32_t*, void*, i64, i64, i64, i64, i64, int);
+void nanoinfer_moe(int, int, void*, const void*, const float*, const void*, const void*, i64, i64,
+                   i64, i64, i64, i64, i64, int);
+i64 nanoinfer_causal_conv(int, void*, void*, const void*, const float*, const int32_t*,
+                          const int32_t*, const int32_t*, i64, i64, i64, i64, i64, i64, int);
+i64 nanoinfer_gated_delta(int, void*, float*, const void*, const void*, const void*, const void*,
+                          const void*, const float*, const float*, const int32_t*, const int32_t*,
+                          const int32_t*, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64,
+                          i64, int);
 }
 
 const int THREADS = 2;
@@ -146,6 +155,7 @@ void turn(T* y, const T* x, const float* angles, i64 D, i64 R, i64 offset, bool 
   }
 }
 
+double sigmoid(double x) { return 1 / (1 + std::exp(-x)); }
 double silu(double x) { return x / (1 + std::exp(-x)); }
 
 // A table [P, R] of angles, and three positions for each token.
@@ -163,6 +173,34 @@ struct Angles {
     for (i64 c = 0; c < R; c++)
       angles[c] = table[positions[is_mrope ? axes[c] * rows + t : t] * R + c];
     return angles;
+  }
+};
+
+// Sequences with states: a prompt, a chunk of 6, 1 token that stays in its slot, padding of length
+// 0, two that go on from one slot, a prompt of 1 token; three rows of padding. Slots that nobody has
+// left anything in are NaN, the null slot among them.
+struct Sequences {
+  i64 S = 7, tokens = 79, num_slots = 9;
+  Vec<int32_t> bounds = {0, 65, 71, 72, 72, 74, 75, 76};
+  Vec<int32_t> sources = {0, 2, 3, 0, 5, 5, 0}, slots = {1, 4, 3, 0, 6, 7, 8};
+
+  template <class T> Vec<T> states(i64 size) const {
+    Vec<T> all = poison<T>(num_slots * size);
+    for (i64 slot : {2, 3, 5})
+      for (i64 i = 0; i < size; i++) all[slot * size + i] = make<T>(random_number());
+    return all;
+  }
+  // run() with one source, slot or bound of sequence 2 out of bounds.
+  template <class F> void expect_refusals(const char* what, F run) {
+    for (auto* indices : {&sources, &slots, &bounds})
+      for (bool is_low : {true, false}) {
+        int32_t& one = (*indices)[indices == &bounds ? 3 : 2];
+        const int32_t good = one;
+        one = is_low ? -1 : indices == &bounds ? tokens + 1 : num_slots;
+        const i64 invalid = run();
+        if (invalid != 2) fail(what, one, invalid, 2);
+        one = good;
+      }
   }
 };
 
@@ -345,6 +383,22 @@ template <class T> void test_silu_mul(i64 N) {
   Vec<T> y = poison<T>(rows * N);
   nanoinfer_silu_mul(is_bf16<T>, y.data(), x.data(), rows, N, pitch, THREADS);
   expect("silu_mul", y, expected, is_bf16<T> ? 2.1 : 12, 1e-37);
+}
+
+template <class T> void test_sigmoid_mul(i64 D) {
+  const i64 tokens = 9, H = 7, head = 2 * D + 1, row = H * head + 3;
+  const auto x = random_numbers<T>(tokens * H * D);
+  auto gate = random_numbers<T>(tokens * row);
+  Vec<double> expected;
+  for (T& one : gate) one = make<T>(value(one) * 40);
+  for (i64 i = 0; i < tokens * H * D; i++) {
+    const T one = gate[i / D / H * row + i / D % H * head + i % D];
+    expected.push_back(value(x[i]) * sigmoid(value(one)));
+  }
+  Vec<T> y = poison<T>(x.size());
+  nanoinfer_sigmoid_mul(is_bf16<T>, y.data(), x.data(), gate.data(), tokens, H, D, row, head,
+                        THREADS);
+  expect("sigmoid_mul", y, expected, is_bf16<T> ? 2.1 : 12, 1e-37);
 }
 
 void test_store_kv() {
@@ -627,6 +681,182 @@ template <class T, class Out> void test_linear_int8(i64 M, i64 N, i64 K, bool ha
   expect("linear_int8", found, expected, is_bf16<Out> ? 1 : 4, 4 * half_step<float>() * size);
 }
 
+// Logits are few numbers: many are equal. What nobody may read is NaN: weights of the expert that
+// nobody chose, which has its share of the softmax; rows that fill up a block; between rows.
+template <class T> void test_moe(i64 M, i64 E, i64 I, bool is_normalised) {
+  const i64 X = 7, top_k = 3, unused = 4, x_stride = E + 3, logits_stride = X + 2;
+  Vec<T> x = poison<T>(M * x_stride), y = poison<T>(M * E), in_blocks[2];
+  Vec<float> logits = poison<float>(M * logits_stride);
+  Vec<Vec<T>> gate(X), up(X), down(X);
+  for (i64 e = 0; e < X; e++)
+    for (auto* weight : {&gate[e], &up[e], &down[e]}) {
+      const bool is_down = weight == &down[e];
+      *weight = e == unused ? poison<T>(E * I) : random_numbers<T>(E * I);
+      const auto blocks = blocks_of<T>(*weight, is_down ? E : I, is_down ? I : E, make<T>(NAN));
+      in_blocks[is_down].insert(in_blocks[is_down].end(), blocks.begin(), blocks.end());
+    }
+  Vec<double> expected(M * E), squares(M * E);
+  for (i64 t = 0; t < M; t++) {
+    T* row = &x[t * x_stride];
+    float* scores = &logits[t * logits_stride];
+    for (i64 i = 0; i < E; i++) row[i] = make<T>(random_number());
+    double total = 0, kept = 0;
+    Vec<i64> order(X);
+    for (i64 e = 0; e < X; e++) {
+      scores[e] = e == unused ? -2.5 : std::round(random_number() * 4) / 4;
+      total += std::exp(scores[e]), order[e] = e;
+    }
+    std::stable_sort(order.begin(), order.end(),
+                     [&](i64 a, i64 b) { return scores[a] > scores[b]; });
+    order.resize(top_k);
+    for (i64 e : order) kept += std::exp(scores[e]);
+    for (i64 e : order)
+      for (i64 i = 0; i < I; i++) {
+        double of_gate = 0, of_up = 0;
+        for (i64 k = 0; k < E; k++) {
+          of_gate += value(row[k]) * value(gate[e][i * E + k]);
+          of_up += value(row[k]) * value(up[e][i * E + k]);
+        }
+        const double weight = std::exp(scores[e]) / (is_normalised ? kept : total);
+        for (i64 n = 0; n < E; n++) {
+          const double product = weight * silu(of_gate) * of_up * value(down[e][n * I + i]);
+          expected[t * E + n] += product, squares[t * E + n] += product * product;
+        }
+      }
+  }
+  const auto run = [&](Vec<T>& to, i64 first, int threads) {
+    nanoinfer_moe(is_bf16<T>, is_normalised, to.data(), &x[first * x_stride],
+                  &logits[first * logits_stride], in_blocks[0].data(), in_blocks[1].data(),
+                  M - first, E, I, X, x_stride, logits_stride, top_k, threads);
+  };
+  run(y, 0, THREADS);
+  // What is inside is rounded to x's type: errors add up as their squares do.
+  for (double& one : squares) one = (is_bf16<T> ? 6 : 60) * half_step<T>() * std::sqrt(one);
+  expect("moe", y, expected, 1.1, squares);
+  for (i64 rows = 1; rows <= std::min<i64>(M, 20); rows++) {  // the last ones: the same bits
+    Vec<T> some = poison<T>(rows * E);
+    run(some, M - rows, 1 + rows % 4);
+    expect_bits("moe, rows", some, Vec<T>(y.end() - rows * E, y.end()));
+  }
+}
+
+// Of multiples of 1/16 all sums are exact.
+template <class T> void test_causal_conv(i64 C) {
+  for (i64 K : {1, 2, 4}) {
+    Sequences all;
+    const i64 stride = C + 3, size = (K - 1) * C;
+    auto x = random_numbers<T>(all.tokens * stride), state = all.states<T>(size);
+    auto weight = random_numbers<float>(K * C);
+    for (auto* numbers : {&x, &state})
+      for (T& one : *numbers) one = make<T>(std::round(value(one) * 16) / 16);
+    for (float& one : weight) one = std::round(one * 16) / 16;
+    const Vec<T> before = state, nothing = poison<T>(all.tokens * C), zeros(C);
+    Vec<T> states = state, y = nothing, alone = y;
+    Vec<double> expected;
+    for (i64 s = 0; s < all.S; s++) {
+      const i64 first = all.bounds[s], n = all.bounds[s + 1] - first, source = all.sources[s];
+      const auto row = [&](i64 t) -> const T* {  // of the sequence, its past too
+        if (t >= 0) return &x[(first + t) * stride];
+        return source == 0 ? zeros.data() : &before[source * size + (K - 1 + t) * C];
+      };
+      for (i64 i = 0; i < n * C; i++) {
+        double sum = 0;
+        for (i64 j = 0; j < K; j++)
+          sum += weight[j * C + i % C] * value(row(i / C - K + 1 + j)[i % C]);
+        expected.push_back(silu(value(make<T>(sum))));
+      }
+      for (i64 j = 0; j < K - 1 && n > 0; j++)
+        std::copy_n(row(n - K + 1 + j), C, &states[all.slots[s] * size + j * C]);
+    }
+    const auto run = [&](Vec<T>& to, Vec<T>& kept, i64 s, i64 S, int threads) {
+      return nanoinfer_causal_conv(is_bf16<T>, to.data(), kept.data(), x.data(), weight.data(),
+                                   &all.bounds[s], &all.sources[s], &all.slots[s], S, all.tokens,
+                                   C, K, all.num_slots, stride, threads);
+    };
+    all.expect_refusals("causal_conv, bad sequence",
+                        [&] { return run(y, state, 0, all.S, THREADS); });
+    expect_bits("causal_conv, nothing written", y, nothing);
+    expect_bits("causal_conv, nothing written", state, before);
+    const i64 status = run(y, state, 0, all.S, THREADS);
+    if (status != -1) fail("causal_conv, status", 0, status, -1);
+    expect("causal_conv", y, expected, is_bf16<T> ? 1.1 : 12);
+    expect_bits("causal_conv, state", state, states);
+    state = before;
+    for (i64 s = 0; s < all.S; s++) run(alone, state, s, 1, 1 + s);
+    expect_bits("causal_conv, one by one", alone, y);
+    expect_bits("causal_conv, state, one by one", state, states);
+  }
+}
+
+// Rows of q and k are of many sizes, for what is added to their squares to count.
+template <class T> void test_gated_delta(i64 DK, i64 DV) {
+  Sequences all;
+  const i64 HK = 2, HV = 6, head = DK * DV, size = HV * head;
+  const i64 qs = HK * DK + 1, ks = qs + 1, vs = HV * DV + 3, as = HV + 1, bs = HV + 2;
+  auto q = random_numbers<T>(all.tokens * qs), k = random_numbers<T>(all.tokens * ks);
+  auto a = random_numbers<T>(all.tokens * as), b = random_numbers<T>(all.tokens * bs);
+  const auto v = random_numbers<T>(all.tokens * vs);
+  const auto A_log = random_numbers<float>(HV), dt_bias = random_numbers<float>(HV);
+  for (size_t i = 0; i < q.size(); i++) q[i] = make<T>(std::ldexp(value(q[i]), i / qs % 4 * -4));
+  for (size_t i = 0; i < k.size(); i++) k[i] = make<T>(std::ldexp(value(k[i]), i / ks % 3 * -6));
+  for (T& one : a) one = make<T>(value(one) * 12);
+  for (T& one : b) one = make<T>(value(one) * 4);
+  auto state = all.states<float>(size);
+  const Vec<float> before = state;
+  const auto unit = [&](const T* x) {
+    double squares = 1e-6;
+    for (i64 i = 0; i < DK; i++) squares += value(x[i]) * value(x[i]);
+    Vec<double> y(DK);
+    for (i64 i = 0; i < DK; i++) y[i] = value(x[i]) / std::sqrt(squares);
+    return y;
+  };
+  Vec<double> states(before.begin(), before.end()), expected(all.bounds[all.S] * HV * DV);
+  for (i64 i = 0; i < all.S * HV; i++) {
+    const i64 s = i / HV, h = i % HV, shared = h / (HV / HK) * DK, source = all.sources[s];
+    double* S = &states[all.slots[s] * size + h * head];
+    for (i64 t = all.bounds[s]; t < all.bounds[s + 1]; t++) {
+      if (t == all.bounds[s])
+        for (i64 j = 0; j < head; j++) S[j] = source ? before[source * size + h * head + j] : 0;
+      const double softplus = std::log1p(std::exp(value(a[t * as + h]) + dt_bias[h]));
+      const double fade = std::exp(-std::exp(A_log[h]) * softplus);
+      const double beta = sigmoid(value(b[t * bs + h]));
+      const Vec<double> query = unit(&q[t * qs + shared]), key = unit(&k[t * ks + shared]);
+      for (i64 d = 0; d < DV; d++) {
+        double answer = 0, &out = expected[(t * HV + h) * DV + d];
+        for (i64 j = 0; j < DK; j++) S[j * DV + d] *= fade, answer += key[j] * S[j * DV + d];
+        const double error = value(v[t * vs + h * DV + d]) - answer;
+        for (i64 j = 0; j < DK; j++) {
+          S[j * DV + d] += key[j] * beta * error;
+          out += query[j] * S[j * DV + d] / std::sqrt(DK);
+        }
+      }
+    }
+  }
+  const Vec<T> nothing = poison<T>(all.tokens * HV * DV);
+  Vec<T> out = nothing, alone = out;
+  const auto run = [&](Vec<T>& to, i64 s, i64 S, int threads) {
+    return nanoinfer_gated_delta(
+        is_bf16<T>, to.data(), state.data(), q.data(), k.data(), v.data(), a.data(), b.data(),
+        A_log.data(), dt_bias.data(), &all.bounds[s], &all.sources[s], &all.slots[s], S, all.tokens,
+        HK, HV, DK, DV, all.num_slots, qs, ks, vs, as, bs, threads);
+  };
+  all.expect_refusals("gated_delta, bad sequence", [&] { return run(out, 0, all.S, THREADS); });
+  expect_bits("gated_delta, nothing written", out, nothing);
+  expect_bits("gated_delta, nothing written", state, before);
+  const i64 status = run(out, 0, all.S, THREADS);
+  if (status != -1) fail("gated_delta, status", 0, status, -1);
+  expect("gated_delta", out, expected, 1.1, 2e-6);
+  const Vec<float> after = state;
+  expect_bits("gated_delta, null slot", Vec<float>(after.begin(), after.begin() + size),
+              poison<float>(size));
+  expect("gated_delta, state", Vec<float>(after.begin() + size, after.end()),
+         Vec<double>(states.begin() + size, states.end()), 1.1, 2e-6);
+  state = before;
+  for (i64 s = 0; s < all.S; s++) run(alone, s, 1, 1 + s);
+  expect_bits("gated_delta, one by one", alone, out);
+  expect_bits("gated_delta, state, one by one", state, after);
+}
+
 template <class T> void test_all_of(void (*of_size)(i64)) {
   for (i64 N : {1, 5, 64, 80, 130, 300}) of_size(N);
 }
@@ -657,6 +887,9 @@ int main() {
   test_all_of<float>(test_silu_mul<float>);
   test_all_of<bf16>(test_silu_mul<bf16>);
   done("silu_mul");
+  test_all_of<float>(test_sigmoid_mul<float>);
+  test_all_of<bf16>(test_sigmoid_mul<bf16>);
+  done("sigmoid_mul");
   test_store_kv();
   done("store_kv");
   test_paged_attention<float>(4, 2, 32);
@@ -684,5 +917,21 @@ int main() {
       }
   test_linear_int8<bf16, bf16>(600, 64, 96, true);
   done("linear_int8");
+  for (bool is_normalised : {false, true}) {
+    test_moe<float>(20, 67, 35, is_normalised);
+    test_moe<bf16>(20, 70, 130, is_normalised);
+    test_moe<float>(5, 130, 64, is_normalised);
+    test_moe<bf16>(1200, 10, 6, is_normalised);
+  }
+  done("moe");
+  test_all_of<float>(test_causal_conv<float>);
+  test_all_of<bf16>(test_causal_conv<bf16>);
+  done("causal_conv");
+  for (i64 DK : {5, 33})
+    for (i64 DV : {7, 64, 130}) {
+      test_gated_delta<float>(DK, DV);
+      test_gated_delta<bf16>(DK, DV);
+    }
+  done("gated_delta");
   return 0;
 }

@@ -82,9 +82,9 @@ UNSUPPORTED: list[tuple[str, dict[str, Any], str, str]] = [
     ("llama", {"architectures": ["GPT2LMHeadModel"]}, "architecture", "'GPT2LMHeadModel'"),
     (
         "qwen3",
-        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"},
+        {"architectures": ["Qwen3NextForCausalLM"], "model_type": "qwen3_next"},
         "architecture",
-        "'Qwen3MoeForCausalLM'",
+        "'Qwen3NextForCausalLM'",
     ),
     (  # a type that transformers does not know either
         "llama",
@@ -374,6 +374,7 @@ BAD_VALUES: dict[str, tuple] = {
     "block_size": (*COUNTS, None),
     "num_kv_blocks": COUNTS,
     "kv_cache_memory": (*COUNTS, 4e9),
+    "state_snapshot_memory": (-1, 1.5, True, "0"),
     "gpu_memory_utilization": (0, -0.1, 1.01, 90, float("nan"), float("inf"), "0.9", None),
     "enable_prefix_caching": FLAGS,
     "enforce_eager": FLAGS,
@@ -482,6 +483,7 @@ OTHER_VALUES = {
     "block_size": 8,
     "num_kv_blocks": 12,
     "kv_cache_memory": 123456,
+    "state_snapshot_memory": 0,
     "gpu_memory_utilization": 0.5,
     "enable_prefix_caching": False,
     "enforce_eager": True,

@@ -1,6 +1,7 @@
 """The gated delta net: conv, rule and layer, against fp64 by hand and transformers' modules."""
 
 import functools
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 
 from nanoinfer.batch import Batch
+from nanoinfer.hybrid_config import DeltaConfig
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.causal_conv import causal_conv_ref, make_causal_conv_cpu
 from nanoinfer.kernels.gated_delta import (
@@ -21,7 +23,6 @@ from nanoinfer.kernels.gated_delta import (
 )
 from nanoinfer.kernels.sigmoid_mul import make_sigmoid_mul_cpu, sigmoid_mul_ref
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet, StateCache
-from nanoinfer.model_config import DeltaConfig
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMS = ["ref", "chunks", "native", *NEEDED]
@@ -318,7 +319,8 @@ def layers() -> tuple[hf.Qwen3_5GatedDeltaNet, GatedDeltaNet]:
     for parameter in theirs.parameters():
         parameter.data.normal_(0, 0.3)
     factory = {"dtype": FP32, "device": torch.device("cpu")}
-    ours = GatedDeltaNet(DELTA, 64, CONFIG.rms_norm_eps, Kernels(), **factory)
+    config = SimpleNamespace(delta=DELTA, hidden_size=64, rms_norm_eps=CONFIG.rms_norm_eps)
+    ours = GatedDeltaNet(config, Kernels(), **factory)
     weights = theirs.state_dict()
     for name in ("A_log", "dt_bias"):
         ours.load(name, "", weights.pop(name))
@@ -332,7 +334,7 @@ def layers() -> tuple[hf.Qwen3_5GatedDeltaNet, GatedDeltaNet]:
 def run_layer(layer: GatedDeltaNet, x, cache: StateCache, case) -> torch.Tensor:
     bounds, sources, slots = places(case, len(cache.state))
     dummy = Batch.dummy(1, 4, torch.device("cpu"))
-    fields = {"cu_seqlens_q": bounds, "state_sources": sources, "state_slots": slots}
+    fields = {"cu_seqlens_q": bounds, "states": torch.stack((sources, slots))}
     return layer(x, cache, Batch(**{**vars(dummy), **fields}), None)
 
 

@@ -12,10 +12,10 @@ from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSpars
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBlock
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.hybrid_config import MoEConfig
 from nanoinfer.kernels import Kernels, select_kernels
 from nanoinfer.kernels.moe import Experts, MoeCpu, Routing, moe_ref, route
 from nanoinfer.layers.moe import MoE
-from nanoinfer.model_config import MoEConfig
 
 BF16, FP32 = torch.bfloat16, torch.float32
 BODIES = ["ref", "native", *NEEDED]

@@ -77,7 +77,7 @@ class FakeRunner:
 
     def run_states(self, batch: Batch) -> None:
         """All read before any writes: no slot that is written may be another's source."""
-        sources, slots = batch.state_sources.tolist(), batch.state_slots.tolist()
+        sources, slots = batch.states.tolist()
         written = [slot for slot in slots if slot]
         assert len(set(written)) == len(written), "two sequences in one slot"
         others = [source for source, slot in zip(sources, slots, strict=True) if source != slot]
@@ -241,9 +241,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             for block in seq.block_table[start // self.block_size :]:
                 assert counts[block] == 1, "writes a block that somebody shares"
             if self.is_hybrid:
-                state = self.runner.states[seq.state_source] if seq.state_source else ()
+                state = self.runner.states[seq.state.source] if seq.state.source else ()
                 assert state == tuple(seq.token_ids[:start])
-                assert seq.state_slot > 0
+                assert seq.state.slot > 0
             if start == seq.num_cached_tokens > 0:
                 self.counts["hit"] += 1
         return step
@@ -264,7 +264,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert set(manager._chain_ids) == set(manager._contents)
         for key, block in manager._by_hash.items():
             assert manager._hash(manager._contents[block]) == key
-        for block, (parent, token_ids) in manager._contents.items():
+        for block, (parent, token_ids, _) in manager._contents.items():
             history = self.runner.slots[block * self.block_size + self.block_size - 1]
             head, tail = history[: -self.block_size], history[-self.block_size :]
             assert tail == token_ids
@@ -276,8 +276,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         states = self.scheduler.caches.states
         if states is None:
             return
-        owned = [seq.state_slot for seq in self.sequences if seq.state_slot]
-        read = {seq.state_source for seq in self.sequences} - {0, *owned}
+        owned = [seq.state.slot for seq in self.sequences if seq.state.slot]
+        read = {seq.state.source for seq in self.sequences} - {0, *owned}
         kept = set(states._snapshots.values())
         assert len(set(owned)) == len(owned)
         assert len(owned) == states._num_owned <= self.max_num_seqs
@@ -304,7 +304,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert 0 <= seq.num_computed <= len(seq) <= MAX_MODEL_LEN
             if seq not in running:
                 assert (seq.block_table, seq.num_computed) == ([], 0)
-                assert (seq.state_source, seq.state_slot) == (0, 0)
+                assert (seq.state.source, seq.state.slot) == (0, 0)
 
     def teardown(self) -> None:
         if not hasattr(self, "scheduler"):

@@ -21,7 +21,8 @@ KERNELS = Path(nanoinfer.kernels.__file__).parent
 FLAGS = [flag for flag in _FLAGS if flag not in ("-shared", "-fPIC")]
 NAMES = {
     *("rms_norm", "rms_norm_quantized", "rotary", "norm_rope_store", "silu_mul", "store_kv"),
-    *("paged_attention", "draw", "linear_bf16", "linear_int8"),
+    *("sigmoid_mul", "paged_attention", "draw", "linear_bf16", "linear_int8"),
+    *("moe", "causal_conv", "gated_delta"),
 }
 ARM_COMPILER = shutil.which("aarch64-linux-gnu-g++")
 EMULATOR = shutil.which("qemu-aarch64") or shutil.which("qemu-aarch64-static")

@@ -10,6 +10,7 @@ from oracle import good_prompts, hf_greedy, load_model
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.block_manager import BlockManager
+from nanoinfer.positions import ImagePositions
 from nanoinfer.request import Request
 from nanoinfer.scheduler import SampledTokens, Scheduler
 from nanoinfer.sequence import Sequence
@@ -41,7 +42,7 @@ def add(scheduler, prompt, max_tokens=4, name="r"):
 def run_step(scheduler):
     """One step: (start, number of tokens, source, slot) of each entry."""
     step = scheduler.schedule()
-    shares = [(s.start, s.num_tokens, s.seq.state_source, s.seq.state_slot) for s in step]
+    shares = [(s.start, s.num_tokens, s.seq.state.source, s.seq.state.slot) for s in step]
     scheduler.commit(step, [SampledTokens([7] if s.is_sampling else []) for s in step])
     return shares
 
@@ -181,7 +182,7 @@ def test_abort_preemption_and_reset_give_slots_back():
     run_step(scheduler)
     scheduler.reset([seq])
     assert scheduler.caches.states.num_free_slots == states.num_slots
-    assert (seq.state_source, seq.state_slot) == (0, 0)
+    assert (seq.state.source, seq.state.slot) == (0, 0)
     drain(scheduler)
 
 
@@ -364,7 +365,7 @@ def test_three_axis_positions_equal_transformers(tiny, budget, kernels):
     with make_llm(folder, max_num_batched_tokens=budget, kernels=kernels) as llm:
         for num_cached in (0, 20):  # cold, then from the cache
             image, plain, other = (add_request(llm, prompt) for prompt in (ids, ids, text))
-            image.sequences[0].prompt_positions = positions
+            image.sequences[0].image_positions = ImagePositions(positions)
             while llm.engine.scheduler.has_work:
                 llm.engine.step()
             assert image.sequences[0].output_token_ids == expected

@@ -46,27 +46,32 @@ template <class T> struct Conv {
     const auto row_at = [&](int64_t t) {  // row t of the sequence, its past too
       return t < 0 ? kept + (K1 + t) * n : x + (first + t) * stride + c;
     };
+    std::vector<const T*> rows(K);
     for (int64_t t = 0; t < last - first; t++) {
-      T* out = y + (first + t) * C + c;
-      int64_t i = 0;
-      for (; i + W <= n; i += W) {
-        vf sum = {};
-        for (int64_t j = 0; j < K; j++)
-          sum += load(weight + j * C + c + i) * load(row_at(t - K1 + j) + i);
-        store(out + i, sum);  // rounded, as the reference's sums are
-        store(out + i, silu(load(out + i)));
-      }
-      for (; i < n; i++) {
-        float sum = 0;
-        for (int64_t j = 0; j < K; j++)
-          sum += weight[j * C + c + i] * widen(row_at(t - K1 + j)[i]);
-        narrow(sum, out + i);
-        narrow(silu(vf{} + widen(out[i]))[0], out + i);
-      }
+      for (int64_t j = 0; j < K; j++) rows[j] = row_at(t - K1 + j);
+      mix(rows.data(), weight + c, n, y + (first + t) * C + c);
     }
     for (int64_t j = 0; j < K1; j++) {
       const T* row = row_at(last - first - K1 + j);
       std::copy(row, row + n, state + (slots[s] * K1 + j) * C + c);
+    }
+  }
+
+  // out = silu(sum of rows, each times its taps); the sum is rounded, as the reference's is.
+  void mix(const T* const* rows, const float* taps, int64_t n, T* out) const {
+    int64_t i = 0;
+    for (; i + W <= n; i += W) {
+      vf sum = {};
+      for (int64_t j = 0; j < K; j++) sum += load(taps + j * C + i) * load(rows[j] + i);
+      T rounded[W];
+      store(rounded, sum);
+      store(out + i, silu(load(rounded)));
+    }
+    for (; i < n; i++) {
+      float sum = 0;
+      for (int64_t j = 0; j < K; j++) sum += taps[j * C + i] * widen(rows[j][i]);
+      narrow(sum, out + i);
+      narrow(silu(vf{} + widen(out[i]))[0], out + i);
     }
   }
 };

@@ -1,7 +1,7 @@
 """Attention over the paged cache: turn and store this step's keys and values, then attend.
 
 In: q [T, H, D], k and v [T, KV, D] of the step's tokens, as they were projected; the layer's cache;
-the batch. Out: [T, H, D]. The norm of q and k (where the model has one), their rotation and the
+the batch. Out: [T, H * D]. The norm of q and k (where the model has one), their rotation and the
 store are one kernel: done apart, they would write and read q and k twice more.
 
 One entry for prompts, chunks and decoding: all are "the last q_len of seq_len tokens", causal
@@ -60,20 +60,34 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> T
 
 
 class Attention(nn.Module):
-    """`norms`: of the heads of q and k, None where the model has none."""
+    """`norms`: of the heads of q and k, None where the model has none.
+
+    With `is_gated` (Qwen3.5), q is [T, H, 2 D]: each head's query, then a gate on what it finds.
+    """
 
     def __init__(
-        self, head_dim: int, rope: RotaryEmbedding, norms: HeadNorms | None, kernels: Kernels
+        self,
+        head_dim: int,
+        rope: RotaryEmbedding,
+        norms: HeadNorms | None,
+        kernels: Kernels,
+        is_gated: bool = False,
     ) -> None:
         super().__init__()
+        self._head_dim = head_dim
         self._scale = head_dim**-0.5
+        self._is_gated = is_gated
         self._rope = rope  # shared by all layers
         self._norms = norms
         self._kernels = kernels
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, batch: Batch) -> Tensor:
+        gate, q = q[..., self._head_dim :], q[..., : self._head_dim]
         turning = (self._norms, batch.positions, self._rope.rope)
         q = self._kernels.norm_rope_store(q, k, v, *turning, *cache, batch.slot_mapping)
-        return self._kernels.paged_attention(
+        out = self._kernels.paged_attention(
             q, *cache, batch.block_tables, batch.seq_lens, batch.cu_seqlens_q, self._scale
         )
+        if self._is_gated:
+            out = self._kernels.sigmoid_mul(out, gate)
+        return out.flatten(-2)

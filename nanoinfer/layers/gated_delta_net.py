@@ -20,13 +20,14 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.batch import Batch
+from nanoinfer.hybrid_config import DeltaConfig
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.gated_delta import Decay
 from nanoinfer.layers.attention import zeros
 from nanoinfer.layers.layernorm import RMSNorm
 from nanoinfer.layers.linear import MergedColumnParallelLinear, RowParallelLinear
 from nanoinfer.layers.parameter import empty_parameter, load_whole
-from nanoinfer.model_config import DeltaConfig
+from nanoinfer.model_config import ModelConfig
 
 
 class StateCache(NamedTuple):
@@ -77,10 +78,10 @@ class CausalConv1d(nn.Module):
 class GatedDeltaNet(nn.Module):
     """`factory` is the dtype and device of the weights; taps and decay are fp32."""
 
-    def __init__(
-        self, delta: DeltaConfig, hidden_size: int, eps: float, kernels: Kernels, **factory: Any
-    ) -> None:
+    def __init__(self, config: ModelConfig, kernels: Kernels, **factory: Any) -> None:
         super().__init__()
+        delta, hidden_size, eps = config.delta, config.hidden_size, config.rms_norm_eps
+        assert delta is not None, "layer_types has a linear_attention"
         self.cache_spec = StateCacheSpec(delta, factory["dtype"])
         num_values = delta.num_value_heads * delta.value_head_dim
         sizes = {"in_proj_qkv": self.cache_spec.num_channels, "in_proj_z": num_values}
@@ -104,7 +105,7 @@ class GatedDeltaNet(nn.Module):
         self, hidden: Tensor, cache: StateCache, batch: Batch, rows: Tensor | None
     ) -> Tensor:
         qkv, z, b, a = self.in_proj(hidden).split(self._sizes, dim=-1)
-        places = (batch.cu_seqlens_q, batch.state_sources, batch.state_slots)
+        places = (batch.cu_seqlens_q, *batch.states)
         qkv = self._kernels.causal_conv(qkv, self.conv1d.weight, cache.conv, *places)
         q, k, v = self._heads(qkv)
         decay = Decay(self.A_log, self.dt_bias)

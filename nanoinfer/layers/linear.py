@@ -61,6 +61,10 @@ class Linear(nn.Module):
         self.scales: Tensor | None = None
         self._packed: PackedWeight | None = None
 
+    def parts(self, name: str) -> list[str]:
+        """What parameter `name` is filled from."""
+        return list(self.cuts)
+
     def load(self, name: str, part: str, tensor: Tensor) -> None:
         """Copy this rank's slice of checkpoint part `part` into parameter `name`.
 

@@ -7,18 +7,32 @@ Checkpoints hold experts one by one (experts.3.gate_proj.weight) or all in one t
 one tensor each for gate with up, and for down. T tokens, E hidden, X experts, I inner size.
 """
 
+import re
 from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from nanoinfer.hybrid_config import MoEConfig
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels import moe as kernel
 from nanoinfer.kernels.moe import PackExperts, Routing
 from nanoinfer.layers.activation import MLP
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.parameter import empty_parameter, load_whole
-from nanoinfer.model_config import MoEConfig
+from nanoinfer.model_config import ModelConfig
+
+WHOLE_EXPERTS = (".mlp.experts.gate_up_proj", ".mlp.experts.down_proj")
+_ONE_EXPERT = re.compile(r"(.*\.mlp\.experts)\.(\d+)\.(gate_proj|up_proj|down_proj)\.weight")
+
+
+def expert_target(name: str) -> tuple[str, str] | None:
+    """The tensor of one expert -> (parameter of all, part of it); None for any other name."""
+    if (match := _ONE_EXPERT.fullmatch(name)) is None:
+        return None
+    above, index, kind = match.groups()
+    parameter = "down_proj" if kind == "down_proj" else "gate_up_proj"
+    return f"{above}.{parameter}", f"{index}.{kind}"
 
 
 class Router(Linear):
@@ -89,3 +103,10 @@ class MoE(nn.Module):
         if self._has_shared:
             y = y + self.shared_expert_gate(x).sigmoid() * self.shared_expert(x)
         return y
+
+
+def make_mlp(config: ModelConfig, layer: int, kernels: Kernels, **factory: Any) -> MLP | MoE:
+    """What layer `layer` transforms its tokens by."""
+    if config.moe is not None and layer in config.moe.layers:
+        return MoE(config.moe, config.hidden_size, kernels, **factory)
+    return MLP(config.hidden_size, config.intermediate_size, kernels, **factory)

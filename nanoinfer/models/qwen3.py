@@ -26,13 +26,12 @@ from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.linear import Pack, PackedWeight
 from nanoinfer.kernels.moe import PackExperts
 from nanoinfer.kernels.norm_rope_store import HeadNorms
-from nanoinfer.layers.activation import MLP
 from nanoinfer.layers.attention import Attention, KVCache, KVCacheSpec
 from nanoinfer.layers.embedding import Embedding
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet, StateCache, StateCacheSpec
 from nanoinfer.layers.layernorm import Form, RMSNorm
 from nanoinfer.layers.linear import Linear, QKVParallelLinear, RowParallelLinear
-from nanoinfer.layers.moe import Experts, MoE
+from nanoinfer.layers.moe import Experts, make_mlp
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanoinfer.model_config import ModelConfig
 
@@ -57,20 +56,15 @@ class SelfAttention(nn.Module):
             self.k_norm = _make_norm(D, config, kernels, **factory)
             norms = HeadNorms(self.q_norm.weight, self.k_norm.weight, config.rms_norm_eps)
         self.cache_spec = KVCacheSpec(heads[1], D, factory["dtype"])
-        self._gate = kernels.sigmoid_mul if config.gated_attention else _no_gate
-        self.attn = Attention(D, rope, norms, kernels)
+        self.attn = Attention(D, rope, norms, kernels, config.gated_attention)
 
     def forward(self, hidden: Tensor, cache: KVCache, batch: Batch, rows: Tensor | None) -> Tensor:
         D = self.cache_spec.head_dim
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
         q = q.unflatten(-1, (-1, self.qkv_proj.query_size))  # [T, H, D], or with a gate [T, H, 2D]
         k, v = k.unflatten(-1, (-1, D)), v.unflatten(-1, (-1, D))  # [T, KV, D]
-        attended = self._gate(self.attn(q[..., :D], k, v, cache, batch), q[..., D:])
-        return self.o_proj((attended if rows is None else attended[rows]).flatten(-2))
-
-
-def _no_gate(attended: Tensor, nothing: Tensor) -> Tensor:
-    return attended
+        attended = self.attn(q, k, v, cache, batch)  # [T, H * D]
+        return self.o_proj(attended if rows is None else attended[rows])
 
 
 class DecoderLayer(nn.Module):
@@ -86,23 +80,17 @@ class DecoderLayer(nn.Module):
     ) -> None:
         super().__init__()
         self.input_layernorm = _make_norm(config.hidden_size, config, kernels, **factory)
-        if config.layer_types[index] == "full_attention":
-            self._mixer = "self_attn"
+        self._is_attending = config.layer_types[index] == "full_attention"
+        if self._is_attending:
             self.self_attn = SelfAttention(config, rope, kernels, **factory)
         else:
-            assert config.delta is not None, "layer_types has a linear_attention"
-            self._mixer = "linear_attn"
-            sizes = (config.delta, config.hidden_size, config.rms_norm_eps)
-            self.linear_attn = GatedDeltaNet(*sizes, kernels, **factory)
+            self.linear_attn = GatedDeltaNet(config, kernels, **factory)
         self.post_attention_layernorm = _make_norm(config.hidden_size, config, kernels, **factory)
-        if config.moe is not None and index in config.moe.layers:
-            self.mlp: nn.Module = MoE(config.moe, config.hidden_size, kernels, **factory)
-        else:
-            self.mlp = MLP(config.hidden_size, config.intermediate_size, kernels, **factory)
+        self.mlp = make_mlp(config, index, kernels, **factory)
 
     @property
     def mixer(self) -> SelfAttention | GatedDeltaNet:
-        return getattr(self, self._mixer)
+        return self.self_attn if self._is_attending else self.linear_attn
 
     def forward(
         self,
