@@ -66,6 +66,12 @@ class RopeConfig:
             **{name: rope[name] for name in optional if rope.get(name) is not None},
         )
 
+    def longest(self, trained: int) -> int:
+        """Positions that the method reaches from those in the config."""
+        if self.kind == "yarn":
+            return int(self.original_max_position * self.factor)
+        return int(trained * self.factor) if self.kind == "linear" else trained
+
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
@@ -118,11 +124,6 @@ class ModelConfig:
             raise ValueError(f"{path}: not a usable config: {error}") from error
         _check_supported(hf.to_dict(), path)
         eos = (*as_list(getattr(hf, "eos_token_id", None)), *as_list(text.eos_token_id))
-        longest = text.max_position_embeddings
-        if rope.kind == "yarn":
-            longest = int(rope.original_max_position * rope.factor)
-        elif rope.kind == "linear":
-            longest = int(longest * rope.factor)
         return cls(
             architecture=hf.architectures[0],
             vocab_size=text.vocab_size,
@@ -133,7 +134,7 @@ class ModelConfig:
             num_key_value_heads=text.num_key_value_heads,
             head_dim=head_dim,
             rms_norm_eps=text.rms_norm_eps,
-            max_model_len=longest,
+            max_model_len=rope.longest(text.max_position_embeddings),
             tie_word_embeddings=hf.tie_word_embeddings,
             layer_types=layer_types(text),
             qk_norm=text.model_type.startswith("qwen3"),

@@ -25,7 +25,7 @@ from typing import NamedTuple
 from nanoinfer.block_manager import BlockManager
 from nanoinfer.caches import Caches, Prefix
 from nanoinfer.outputs import Logprob
-from nanoinfer.sequence import Sequence, SequenceState
+from nanoinfer.sequence import Sequence
 from nanoinfer.state_pool import StatePool
 
 
@@ -118,7 +118,8 @@ class Scheduler:
         self.caches = self._make_caches()
         self.running, self.waiting = [], deque(seq for seq in seqs if not seq.is_finished)
         for seq in self.waiting:
-            seq.block_table, seq.state = [], SequenceState()
+            seq.block_table = []
+            seq.state.reset()
             self.caches.free(seq)
 
     def describe(self, step: list[ScheduledSequence]) -> str:

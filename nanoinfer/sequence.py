@@ -28,6 +28,11 @@ class SequenceState:
     snapshot_points: tuple[int, ...] = ()  # where to keep it, in tokens
     answer_chain: int = 0  # behind which one of its answer is kept
 
+    def reset(self) -> None:
+        """It holds nothing."""
+        self.source = self.slot = self.answer_chain = 0
+        self.snapshot_points = ()
+
 
 class Sequence:
     def __init__(

@@ -27,7 +27,7 @@ A production engine adds: states of several tokens back, for speculation; offloa
 
 from collections import OrderedDict
 
-from nanoinfer.sequence import Sequence, SequenceState
+from nanoinfer.sequence import Sequence
 
 NULL_SLOT = 0
 
@@ -71,7 +71,7 @@ class StatePool:
 
     def start(self, seq: Sequence, known: list[int], depth: int) -> None:
         """Resume behind the first `depth` blocks of the chain `known`, where a snapshot is."""
-        assert seq.state == SequenceState(), "it holds slots"
+        assert (seq.state.source, seq.state.slot) == (NULL_SLOT, NULL_SLOT), "it holds slots"
         if depth > 0:
             self._snapshots.move_to_end(known[depth - 1])
             self._read(seq, self._snapshots[known[depth - 1]])
@@ -111,7 +111,7 @@ class StatePool:
         if seq.state.slot != NULL_SLOT:
             self._free.append(seq.state.slot)
             self._num_owned -= 1
-        seq.state = SequenceState()
+        seq.state.reset()
         self._forget_plans(seq)
 
     def _keep(self, seq: Sequence) -> bool:

@@ -928,7 +928,7 @@ int main() {
   test_all_of<bf16>(test_causal_conv<bf16>);
   done("causal_conv");
   for (i64 DK : {5, 33})
-    for (i64 DV : {7, 64, 130}) {
+    for (i64 DV : {7, 64, 270}) {
       test_gated_delta<float>(DK, DV);
       test_gated_delta<bf16>(DK, DV);
     }
