@@ -58,6 +58,7 @@ class BlockManager:
         self._chain_ids: dict[int, int] = {}  # block id -> id of the chain that ends in it
         self._by_hash: dict[int, int] = {}  # hash of a content -> block id
         self._twins: dict[int, int] = {}  # duplicate block -> the one that is registered
+        self._duplicates: dict[int, list[int]] = {}  # the inverse
         self._next_chain_id = ROOT + 1
         self.when_forgotten: Callable[[int], None] = lambda chain_id: None
 
@@ -152,6 +153,7 @@ class BlockManager:
             own, twin = seq.block_table[i], self._lookup(content)
             if twin is not None:
                 self._twins[own] = twin
+                self._duplicates.setdefault(twin, []).append(own)
             else:
                 twin = own
                 self._chain_ids[twin] = self._next_chain_id
@@ -167,7 +169,8 @@ class BlockManager:
             self._ref_counts[block] -= 1
             if self._ref_counts[block] == 0:
                 self._free[block] = None
-                twin = self._twins.pop(block, NULL_BLOCK)
+                if (twin := self._twins.pop(block, NULL_BLOCK)) != NULL_BLOCK:
+                    self._duplicates[twin].remove(block)
                 if twin in self._free:  # later blocks hang behind the twin: it was used just now
                     self._free.move_to_end(twin)
                 if block not in self._contents:  # holds nothing that can be found: reuse it first
@@ -186,13 +189,29 @@ class BlockManager:
         return block if block is not None and self._contents[block] == content else None
 
     def _forget(self, block: int) -> None:
-        """The block is about to be overwritten: nothing may find it any more."""
+        """The block is about to be overwritten: a duplicate takes its place, if there is one.
+
+        Else nothing may find its content any more.
+        """
         content = self._contents.pop(block, None)
-        if content is not None:
-            self.when_forgotten(self._chain_ids.pop(block))
-            key = self._hash(content)
-            if self._by_hash.get(key) == block:
+        if content is None:
+            return
+        chain_id, key = self._chain_ids.pop(block), self._hash(content)
+        is_found = self._by_hash.get(key) == block  # not so for the later of two that collide
+        duplicates = self._duplicates.pop(block, [])
+        if not duplicates:
+            self.when_forgotten(chain_id)
+            if is_found:
                 del self._by_hash[key]
+            return
+        heir, *others = duplicates
+        del self._twins[heir]
+        self._contents[heir], self._chain_ids[heir] = content, chain_id
+        if is_found:
+            self._by_hash[key] = heir
+        for other in others:
+            self._twins[other] = heir
+        self._duplicates[heir] = others
 
 
 def _hash_block(content: BlockContent) -> int:

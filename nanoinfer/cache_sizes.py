@@ -66,12 +66,15 @@ def plan_caches(
         memory = budget // 4 if memory is None else memory
         max_snapshots = min(memory // costs["slot"], _MAX_SNAPSHOTS)
     rest = budget - max_snapshots * costs["slot"] - sum(costs.values())  # less the null ones
-    share = rest if config.num_kv_blocks is not None else rest // 2
+    if config.num_kv_blocks is None:
+        share = rest // 2
+    else:
+        share = rest - config.num_kv_blocks * costs["block"]
     max_num_seqs = min(config.max_num_seqs, share // costs["slot"])
     if max_num_seqs < 1:
         raise ValueError(
             f"states: {share:,} bytes left, but one sequence takes {costs['slot']:,}; raise "
-            "kv_cache_memory, lower state_snapshot_memory, or free some memory"
+            "kv_cache_memory, lower state_snapshot_memory or num_kv_blocks, or free some memory"
         )
     if max_num_seqs < config.max_num_seqs:
         logger.info("max_num_seqs: %d, for the memory of their states", max_num_seqs)

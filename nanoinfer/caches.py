@@ -65,7 +65,9 @@ class Caches:
     def find_prefix(self, seq: Sequence) -> Prefix:
         known = self.blocks.find_prefix(seq)
         chain_ids = self.blocks.chain_ids(known)
-        depth = min(kind.deepest(chain_ids) for kind in self._kinds)
+        depth = len(known)
+        while (common := min(kind.deepest(chain_ids[:depth]) for kind in self._kinds)) < depth:
+            depth = common
         return Prefix(known[:depth], known)
 
     def in_progress(self, seq: Sequence) -> BlockContent | None:
@@ -76,6 +78,8 @@ class Caches:
         self, seq: Sequence, prefix: Prefix, in_progress: set[BlockContent | None]
     ) -> bool:
         """Would it compute what a running sequence is about to leave?"""
+        if self.states is not None and self.states.max_snapshots == 0:
+            return False  # it cannot start from what the other leaves
         next_block = self.blocks.next_content(seq, prefix.known)
         if next_block is not None and next_block in in_progress:
             return True

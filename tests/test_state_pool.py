@@ -120,6 +120,33 @@ def test_who_waits_for_a_plan_goes_on_when_it_was_given_up():
     assert scheduler.running == [waiter]
 
 
+def test_nobody_waits_for_what_cannot_be_resumed():
+    """Without snapshots an equal prompt gains nothing by waiting for the first one."""
+    scheduler = make_scheduler(max_snapshots=0, budget=8)
+    for name in "ab":
+        add(scheduler, range(10, 14), name=name)
+    assert len(run_step(scheduler)) == 2
+
+
+def test_a_snapshot_lives_on_with_the_copy_of_its_block():
+    """Prompts that part compute shared blocks again; when the first copies go, theirs stay."""
+    scheduler = make_scheduler(max_num_seqs=2, num_blocks=12, max_snapshots=8)
+    shared = list(range(10, 22))
+    add(scheduler, [*shared, *[50] * 5], max_tokens=1)
+    drain(scheduler)
+    holder = add(scheduler, [*shared, *[51] * 5], max_tokens=60)
+    run_step(scheduler)
+    run_step(scheduler)
+    first = scheduler.block_manager.find_prefix(add(scheduler, [*shared, 1], name="x"))
+    assert not set(first) & set(holder.block_table), "the holder's are copies"
+    scheduler.abort(scheduler.waiting[-1])
+    other = add(scheduler, range(100, 128), max_tokens=1)  # takes all that is free
+    while not other.is_finished:
+        run_step(scheduler)
+    third = add(scheduler, [*shared, *[52] * 3], max_tokens=1)
+    assert scheduler.caches.find_prefix(third).blocks == holder.block_table[:3]
+
+
 def test_the_next_turn_of_a_chat_starts_behind_the_answer():
     scheduler = make_scheduler()
     first = add(scheduler, range(10, 20), max_tokens=8)
@@ -312,7 +339,8 @@ def test_too_little_memory_is_named(folder, options, match):
 def test_few_states_mean_few_sequences_at_once(folder):
     """The number that runs at once is lowered to what memory holds; all are answered."""
     prompts = list(good_prompts(folder, [5, 6, 7, 9], NUM_TOKENS).values())
-    with make_llm(folder, kv_cache_memory=100_000, state_snapshot_memory=0) as llm:
+    options = {"num_kv_blocks": 30, "kv_cache_memory": 200_000, "state_snapshot_memory": 0}
+    with make_llm(folder, **options) as llm:
         sizes = llm.engine._runner.cache_sizes
         assert 1 < sizes.max_num_seqs < 10
         assert sizes.max_snapshots == 0

@@ -17,7 +17,6 @@
 // passes work in place.
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "simd.h"
 
@@ -128,9 +127,9 @@ template <class T> struct Delta {
       std::copy(part + i * COLUMNS, part + i * COLUMNS + n, to + i * DV + first);
   }
 
-  // All tokens of a head of sequence s. scratch: [queries | keys | part].
+  // All tokens of a head of sequence s. scratch: [part | queries | keys], in whole lines.
   void run(int64_t s, int64_t head, float* scratch) const {
-    float *queries = scratch, *keys = queries + TOKENS * DK, *part = keys + TOKENS * DK;
+    float *part = scratch, *queries = part + DK * COLUMNS, *keys = queries + TOKENS * DK;
     const int64_t size = DK * DV, end = cu_seqlens_q[s + 1];
     const float* from = sources[s] ? state + (sources[s] * HV + head) * size : nullptr;
     float* to = state + (slots[s] * HV + head) * size;
@@ -172,9 +171,9 @@ extern "C" int64_t nanoinfer_gated_delta(
     if (invalid >= 0) return invalid;
 #pragma omp parallel num_threads(threads) if (S * HV > 1)
     {
-      std::vector<float> scratch(DK * (2 * TOKENS + COLUMNS));
+      const Floats scratch = allocate(DK * (2 * TOKENS + COLUMNS));
 #pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < S * HV; i++) delta.run(i / HV, i % HV, scratch.data());
+      for (int64_t i = 0; i < S * HV; i++) delta.run(i / HV, i % HV, scratch.get());
     }
     return int64_t(-1);
   };

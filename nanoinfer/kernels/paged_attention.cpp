@@ -166,11 +166,6 @@ void add_all_values(const unit* p, int64_t row_step, int64_t key_step, const V* 
   for (; d < width; d += W) add_values<T, R, 1>(p, row_step, key_step, v, n, decay, o, d, width);
 }
 
-using Floats = std::unique_ptr<float[], decltype(&std::free)>;
-Floats allocate(int64_t n) {  // not initialised, whole cache lines
-  return Floats((float*)std::aligned_alloc(64, (n / 16 + 1) * 64), std::free);
-}
-
 struct Item {
   int64_t sequence, first_row, rows, key_begin, key_end;
   int64_t part, parts;  // which of how many ranges of keys

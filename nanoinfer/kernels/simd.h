@@ -2,8 +2,10 @@
 // AVX2 and Neon. bf16 is a float's upper half: widening is a shift, narrowing rounds to even.
 #pragma once
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <initializer_list>
+#include <memory>
 #include <type_traits>
 #if defined(__AVX512F__)
 #include <immintrin.h>
@@ -130,6 +132,11 @@ vf silu(vf g) {
 vf sigmoid(vf g) {  // the same
   const vf e = exp_of_negative(g < 0.f ? g : -g);
   return (g < 0.f ? e : vf{} + 1.f) / (1.f + e);
+}
+
+using Floats = std::unique_ptr<float[], decltype(&std::free)>;
+Floats allocate(int64_t n) {  // not initialised, whole cache lines
+  return Floats((float*)std::aligned_alloc(64, (n / 16 + 1) * 64), std::free);
 }
 
 // f(n) with n, from 1 to N, as a type.
