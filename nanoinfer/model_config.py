@@ -194,7 +194,7 @@ _UNSUPPORTED: list[tuple[str, Callable[[dict], Any], str]] = [
     ("rope type", lambda c: _unless(_rope_type(c), *_ROPE_TYPES),
      "default, linear, llama3 or yarn (cached keys cannot be rotated again later)"),
     ("quantization_config", lambda c: _quantization(c.get("quantization_config") or {}),
-     "the unquantised checkpoint, or a GGUF file"),
+     "fp8 in blocks of 128 x 128, the unquantised checkpoint, or a GGUF file"),
     ("num_attention_heads",
      lambda c: _uneven(c.get("num_attention_heads"), c.get("num_key_value_heads"), "key-value"),
      "a multiple of num_key_value_heads"),
@@ -225,7 +225,8 @@ def _rope_type(config: dict) -> str:
 
 
 def _quantization(config: dict) -> str | None:
-    return config.get("quant_method", str(config)) if config else None
+    is_fp8 = config.get("quant_method") == "fp8" and config.get("weight_block_size") == [128, 128]
+    return None if is_fp8 or not config else config.get("quant_method", str(config))
 
 
 def _uneven(num_heads: Any, num_shared: Any, kind: str) -> str | None:

@@ -38,19 +38,15 @@ FILES = [
     "cache_sizes.py",
     "cpu_graphs.py",
     "models/qwen3.py",
-    "layers/parameter.py",
-    "layers/embedding.py",
-    "layers/layernorm.py",
-    "layers/linear.py",
-    "layers/rotary_embedding.py",
-    "layers/attention.py",
-    "layers/gated_delta_net.py",
-    "layers/activation.py",
-    "layers/moe.py",
+    "layers/*",
     "kernels/*",
     "sampler.py",
     "outputs.py",
 ]
+_FOLDERS = {
+    "layers/*": "One part of a decoder layer a file: linear, norm, rotary, attention, delta net, experts",
+    "kernels/*": "One op a file: formula and reference, and its C++ twin; their table and build",
+}
 _SKIPPED = {
     tokenize.COMMENT,
     tokenize.NL,
@@ -84,10 +80,10 @@ def count_file(path: Path) -> int:
 def table() -> str:
     rows = ["| file | what it does | lines |", "| --- | --- | ---: |"]
     for name in FILES:
-        if name == "kernels/*":
-            paths = sorted(p for p in (PACKAGE / "kernels").iterdir() if p.suffix != ".pyc")
+        if name in _FOLDERS:
+            paths = sorted(p for p in (PACKAGE / name[:-2]).iterdir() if p.suffix != ".pyc")
             paths = [p for p in paths if p.is_file()]
-            what = "One op a file: formula and reference, and its C++ twin; their table and build"
+            what = _FOLDERS[name]
         else:
             paths = [PACKAGE / name]
             docstring = ast.get_docstring(ast.parse(paths[0].read_text())) or ""
