@@ -22,8 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanoinfer.kernels.linear import BLOCK, dequantize_blocks
-from nanoinfer.kernels.quantize import FP8
+from nanoinfer.fp8 import SCALE, dequantize, read_scales
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.moe import WHOLE_EXPERTS, Experts, expert_target
 
@@ -40,7 +39,6 @@ _FUSED = {
 }
 # Old Llama files hold what is computed here. Images and drafts (MTP) are not read.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^model\.visual\.|^mtp\.|\.weight_scale_inv$")
-_SCALE = "_scale_inv"
 _PREFIX = re.compile(r"^model\.language_model\.")  # of the part that writes, where one sees too
 _HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
 _HUB_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
@@ -81,7 +79,7 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
     files = _find_files(folder)
     parameters = dict(model.named_parameters())
     missing = {(name, part) for name in parameters for part in _parts(model, name)}
-    scales = _read_scales(files)
+    scales = read_scales([_open(path) for path in files])
     for path in files:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a dict)
@@ -97,7 +95,7 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
                     )
                 tensor = file.get_tensor(name)
                 if (scale := scales.pop(name, None)) is not None:
-                    tensor = _dequantize(tensor, scale, name, path)
+                    tensor = dequantize(tensor, scale, f"{path}: {name!r}")
                 _load(model, target, shard, tensor, name, path)
                 missing -= found
     head, embedding = ("lm_head.weight", ""), parameters["model.embed_tokens.weight"]
@@ -105,7 +103,7 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
         model.tie_weights()  # type: ignore[operator]
         missing.discard(head)
     if scales:
-        raise ValueError(f"{folder}: {min(scales) + _SCALE!r} has no weight; download it again")
+        raise ValueError(f"{folder}: {min(scales) + SCALE!r} has no weight; download it again")
     if missing:
         name = _source(*min(missing))
         raise ValueError(
@@ -134,27 +132,6 @@ def _find_files(folder: Path) -> list[Path]:
         return found
     problem = f"{len(found)} safetensors files but no {index.name}" if found else "no safetensors"
     raise ValueError(f"{folder}: {problem}; pickled .bin files are not read, convert them first")
-
-
-def _read_scales(files: list[Path]) -> dict[str, Tensor]:
-    """The block scales of FP8 weights, by the weight's name: a weight is FP8 if it has them."""
-    scales = {}
-    for path in files:
-        with _open(path) as file:
-            names = [n for n in file.keys() if n.endswith("weight" + _SCALE)]  # noqa: SIM118
-            scales |= {n.removesuffix(_SCALE): file.get_tensor(n).float() for n in names}
-    return scales
-
-
-def _dequantize(values: Tensor, scale: Tensor, name: str, path: Path) -> Tensor:
-    """FP8 values [N, K] times a scale for each block of 128 x 128, in fp32."""
-    shape = [-(-n // BLOCK) for n in values.shape]
-    if values.dtype != FP8 or [*scale.shape] != shape:
-        raise ValueError(
-            f"{path}: {name!r} is {values.dtype} {[*values.shape]} with scales {[*scale.shape]}, "
-            f"need {FP8} with scales {shape}, one for each block of {BLOCK} x {BLOCK}"
-        )
-    return dequantize_blocks(values, scale)
 
 
 def _open(path: Path) -> safe_open:

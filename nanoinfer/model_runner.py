@@ -6,7 +6,7 @@ for. It never sees a Sequence, and the engine above never sees a tensor.
 At start: choose dtype and kernels, build the model, load it, see how much memory is left, allocate
 the caches. Invariant: weights and caches are all that stays allocated between steps.
 
-A production engine adds: CUDA graphs, several ranks, overlap of host and device.
+A production engine adds: several ranks, overlap of host and device.
 """
 
 import functools
@@ -20,11 +20,12 @@ from nanoinfer.batch import Batch
 from nanoinfer.cache_sizes import (
     CacheSizes,
     choose_max_model_len,
-    memory_for_caches,
     plan_caches,
 )
 from nanoinfer.config import DTYPES, QUANTIZED, EngineConfig
 from nanoinfer.cpu_graphs import CpuGraphs
+from nanoinfer.cuda_graphs import CudaGraphs
+from nanoinfer.graphs import free_memory, make_graphs
 from nanoinfer.kernels import select_kernels
 from nanoinfer.kernels.build import cpu_features
 from nanoinfer.loader import load_weights
@@ -62,15 +63,15 @@ class ModelRunner:
         self._model.finish_weights(QUANTIZED[config.quantization], *packers)
         self._specs = self._model.cache_specs()
         self._caches = self._allocate(CacheSizes(0, 0, 0))  # null blocks and slots only
-        free = functools.partial(self._free_memory, config, longest)
+        free = functools.partial(free_memory, self._model, self._caches, config, longest)
         self.cache_sizes = plan_caches(config, self._specs, longest, free)
         self.max_model_len = choose_max_model_len(config, self.cache_sizes.num_blocks, longest)
         self._caches = self._allocate(self.cache_sizes)
-        self._graphs: CpuGraphs | None = None
-        if self.kernels.recorder is not None and not config.enforce_eager:
-            longest_table = -(-self.max_model_len // config.block_size)
-            recorded = (self.kernels.recorder, longest_table)
-            self._graphs = CpuGraphs(self._model, self._caches, *recorded)
+        longest_table = -(-self.max_model_len // config.block_size)
+        self._graphs: CpuGraphs | CudaGraphs | None = None
+        if not config.enforce_eager:
+            sizes = (self.cache_sizes.max_num_seqs, longest_table, self._device)
+            self._graphs = make_graphs(self._model, self._caches, *sizes, self.kernels.recorder)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledTokens]:
@@ -111,19 +112,6 @@ class ModelRunner:
         """Block 0 is the null block, slot 0 the null slot."""
         layout = (self._block_size, self._device)
         return [spec.allocate(1 + sizes.num_units(spec.unit), *layout) for spec in self._specs]
-
-    def _free_memory(self, config: EngineConfig, longest: int) -> int:
-        if self._device.type == "cpu":
-            return memory_for_caches()
-        torch.cuda.reset_peak_memory_stats(self._device)
-        before = torch.cuda.memory_allocated(self._device)
-        num_tokens = min(config.max_num_batched_tokens, longest)
-        with torch.inference_mode():
-            batch = Batch.dummy(num_tokens, config.block_size, self._device)
-            self._model.logits(self._model(batch, self._caches)[: config.max_num_seqs])
-        activations = torch.cuda.max_memory_allocated(self._device) - before
-        free, total = torch.cuda.mem_get_info(self._device)
-        return int(free - (1 - config.gpu_memory_utilization) * total - activations)
 
 
 def choose_dtype(wanted: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:

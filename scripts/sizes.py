@@ -20,8 +20,8 @@ FILES = [
     "config.py",
     "sampling_params.py",
     "loader.py",
-    "model_config.py",
-    "hybrid_config.py",
+    "*_config.py",
+    "fp8.py",
     "gguf.py",
     "demo.py",
     "prompts.py",
@@ -36,15 +36,17 @@ FILES = [
     "batch.py",
     "model_runner.py",
     "cache_sizes.py",
-    "cpu_graphs.py",
+    "*graphs.py",
     "models/qwen3.py",
     "layers/*",
     "kernels/*",
     "sampler.py",
     "outputs.py",
 ]
-_FOLDERS = {
-    "layers/*": "One part of a decoder layer a file: linear, norm, rotary, attention, delta net, experts",
+_GROUPS = {
+    "*_config.py": "What the checkpoint is: facts, read from its config.json",
+    "*graphs.py": "Decoding without Python between the kernels: recorded on a CPU, captured on a GPU",
+    "layers/*": "A part of a decoder layer a file: linear, norm, rotary, attention, delta net, ...",
     "kernels/*": "One op a file: formula and reference, and its C++ twin; their table and build",
 }
 _SKIPPED = {
@@ -80,10 +82,9 @@ def count_file(path: Path) -> int:
 def table() -> str:
     rows = ["| file | what it does | lines |", "| --- | --- | ---: |"]
     for name in FILES:
-        if name in _FOLDERS:
-            paths = sorted(p for p in (PACKAGE / name[:-2]).iterdir() if p.suffix != ".pyc")
-            paths = [p for p in paths if p.is_file()]
-            what = _FOLDERS[name]
+        if name in _GROUPS:
+            paths = sorted(p for p in PACKAGE.glob(name) if p.is_file())
+            what = _GROUPS[name]
         else:
             paths = [PACKAGE / name]
             docstring = ast.get_docstring(ast.parse(paths[0].read_text())) or ""

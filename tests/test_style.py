@@ -45,7 +45,10 @@ BUDGETS = {
     "cache_sizes.py": 120,
     "model_runner.py": 200,
     "cpu_graphs.py": 150,
+    "cuda_graphs.py": 150,
+    "graphs.py": 80,
     "loader.py": 150,
+    "fp8.py": 60,
     "gguf.py": 190,
     "demo.py": 80,
     "sampler.py": 150,
@@ -76,7 +79,7 @@ TEXT_PATH = [
 TEXT_PATH_BUDGET = 2400
 MAX_FUNCTION_LINES = 40
 MAX_MEDIAN_TOKENS = 9  # a line, in the whole package
-MAX_MEDIAN_TOKENS_OF_A_FILE = 14  # formulas are denser than the rest
+MAX_MEDIAN_TOKENS_OF_A_FILE = 15  # formulas are denser than the rest, Triton's most
 
 # The order in which a request meets the modules. At the end the data that all stages share: what
 # was chosen, asked and returned. gguf and demo have no place: they end in a folder.
@@ -94,7 +97,10 @@ STAGES = {
     "cache_sizes": 4,
     "model_runner": 4,
     "cpu_graphs": 4,
+    "cuda_graphs": 4,
+    "graphs": 4,
     "loader": 4,
+    "fp8": 4,
     "sampler": 4,
     "models": 5,
     "layers": 6,
@@ -108,7 +114,8 @@ STAGES = {
 }
 # Names of an earlier stage that a later one does more with than annotate.
 EARLIER_NAMES_USED = {
-    ("model_runner.py", "batch.Batch"): "Batch.dummy, to measure memory",
+    ("graphs.py", "batch.Batch"): "Batch.dummy, to measure memory",
+    ("cuda_graphs.py", "batch.Batch"): "a static one, to capture with",
     ("model_runner.py", "scheduler.SampledTokens"): "the type of what it returns",
 }
 ENVIRONMENT = {"XDG_CACHE_HOME", "CXX", "OMP_NUM_THREADS"}  # where the ecosystem has them

@@ -89,12 +89,14 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
     table = Kernels()
     if device.type == "cpu":
         respect_cpu_quota()
-    if kernels == "auto" and device.type == "cpu":
-        table = _cpu_kernels()
+    if kernels == "auto":
+        table = _cpu_kernels() if device.type == "cpu" else _cuda_kernels()
     if use_compile:
         compiled = {op: _compile(getattr(Kernels(), op)) for op in _ELEMENTWISE}  # references
-        fused = make_norm_rope_store(_compile(norm_rope_ref), table.store_kv)
-        table = table._replace(**compiled, norm_rope_store=fused, recorder=None)
+        table = table._replace(**compiled, recorder=None)
+        if table.name != "triton":  # there it is one kernel as it is
+            fused = make_norm_rope_store(_compile(norm_rope_ref), table.store_kv)
+            table = table._replace(norm_rope_store=fused)
     return table
 
 
@@ -108,6 +110,26 @@ def _own_copy(function: Any) -> FunctionType:
     """torch.compile keeps graphs by code object, a few for each: engines must not share one."""
     code = function.__code__.replace()
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
+
+
+def _cuda_kernels() -> Kernels:
+    try:
+        from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
+        from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_triton
+        from nanoinfer.kernels.triton_moe import moe_triton
+        from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
+    except ImportError as error:
+        logger.warning("no triton kernels, running the PyTorch references (slower): %s", error)
+        return Kernels()
+    return Kernels(
+        name="triton",
+        store_kv=store_kv_triton,
+        norm_rope_store=norm_rope_store_triton,
+        paged_attention=paged_attention_triton,
+        causal_conv=causal_conv_triton,
+        gated_delta=gated_delta_triton,
+        moe=moe_triton,
+    )
 
 
 def _cpu_kernels() -> Kernels:

@@ -9,7 +9,8 @@ once; an expert that nobody chose is not read at all:
     token   0  1  2  3         sorted   expert 2: 0 3    expert 5: 0 1 2    expert 7: 1 2 3
     chose   25 57 57 27
 
-Routing weights and the sum over experts are fp32, rounded once. T tokens, E hidden, X experts, I inner size, K chosen.
+Routing weights and the sum over experts are fp32, rounded once. T tokens, E hidden, X experts, I
+inner size, K chosen.
 """
 
 import ctypes

@@ -1,0 +1,54 @@
+"""Which kind of graphs a device has, and how much of its memory is left for caches beside them.
+
+In: a loaded model and its caches (null blocks and slots alone will do). Out: an object that replays
+decoding steps, or None; bytes.
+
+On a GPU the worst step is run and all graphs are captured to see what they take; what is left of
+`gpu_memory_utilization` belongs to the caches. The graphs are captured again when these are there,
+at the addresses that they will keep.
+"""
+
+import torch
+
+from nanoinfer.batch import Batch
+from nanoinfer.cache_sizes import memory_for_caches
+from nanoinfer.config import EngineConfig
+from nanoinfer.cpu_graphs import CpuGraphs
+from nanoinfer.cuda_graphs import CudaGraphs
+from nanoinfer.kernels.record import Recorder
+from nanoinfer.models.qwen3 import Cache, CausalLM
+
+
+def make_graphs(
+    model: CausalLM,
+    caches: list[Cache],
+    max_num_seqs: int,
+    max_blocks: int,
+    device: torch.device,
+    recorder: Recorder | None,
+) -> CpuGraphs | CudaGraphs | None:
+    """max_blocks: of one sequence; recorder: of the CPU's kernels, where they can be recorded."""
+    if device.type == "cuda":
+        return CudaGraphs(model, caches, max_num_seqs, max_blocks, device)
+    return None if recorder is None else CpuGraphs(model, caches, recorder, max_blocks)
+
+
+def free_memory(model: CausalLM, caches: list[Cache], config: EngineConfig, longest: int) -> int:
+    """Bytes for caches: on a CPU a share of what is free, on a GPU what weights and work leave."""
+    device = config.torch_device
+    if device.type == "cpu":
+        return memory_for_caches()
+    torch.cuda.reset_peak_memory_stats(device)
+    before = torch.cuda.memory_allocated(device)
+    with torch.inference_mode():
+        batch = Batch.dummy(min(config.max_num_batched_tokens, longest), config.block_size, device)
+        model.logits(model(batch, caches)[: config.max_num_seqs])
+    taken = torch.cuda.max_memory_allocated(device) - before
+    free, total = torch.cuda.mem_get_info(device)
+    if not config.enforce_eager:
+        max_blocks = -(-longest // config.block_size)
+        graphs = make_graphs(model, caches, config.max_num_seqs, max_blocks, device, None)
+        taken += free - torch.cuda.mem_get_info(device)[0]
+        del graphs
+        torch.cuda.empty_cache()
+    return int(free - (1 - config.gpu_memory_utilization) * total - taken)

@@ -1,0 +1,103 @@
+"""Norm of q and k, rotation, and store of k and v in one pass on a GPU: the Triton twin.
+
+In, out and what must hold: norm_rope_store.py says it. A program takes one head of one token: of q
+(normalised, turned, written), of k (the same, into the cache) or of v (copied into the cache).
+
+A rotation needs each number's partner in its pair. It is read again instead of exchanged between
+threads: the second read comes from the cache, and the kernel stays the formula.
+
+Imported only on a machine with a GPU (or to test).
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from nanoinfer.kernels.norm_rope_store import HeadNorms
+from nanoinfer.kernels.rotary import Rope, rope_axes
+
+
+@triton.jit
+def _normed(x, weight, at, is_in, factor, IS_WIDE: tl.constexpr, HAS_NORM: tl.constexpr):
+    """x[at], rounded where the reference rounds, as fp32."""
+    row = tl.load(x + at, is_in, 0.0)
+    if HAS_NORM:
+        scaled = row.to(tl.float32) * factor
+        if IS_WIDE:
+            row = (scaled * tl.load(weight + at, is_in, 0.0)).to(row.dtype)
+        else:
+            row = scaled.to(row.dtype) * tl.load(weight + at, is_in, 0.0)
+    return row.to(tl.float32)
+
+
+@triton.jit
+def _norm_rope_store(
+    q, k, v, q_weight, k_weight, positions, axes, table, slots, out, k_cache, v_cache,
+    eps, T, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
+    OFFSET: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_AXES: tl.constexpr,
+    HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr,
+):  # fmt: skip
+    t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    d = tl.arange(0, DP)
+    is_in = d < D
+    slot = tl.load(slots + t) * KV * D
+    if head >= H + KV:  # v
+        kv = head - H - KV
+        values = tl.load(v + t * v_stride + kv * v_head_stride + d, is_in, 0.0)
+        tl.store(v_cache + slot + kv * D + d, values, is_in)
+    else:
+        x, weight = q + t * q_stride + head * q_head_stride, q_weight
+        to = out + (t * H + head) * D
+        if head >= H:
+            x, weight = k + t * k_stride + (head - H) * k_head_stride, k_weight
+            to = k_cache + slot + (head - H) * D
+        wide = tl.load(x + d, is_in, 0.0).to(tl.float32)
+        factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
+        row = _normed(x, weight, d, is_in, factor, IS_WIDE, HAS_NORM)
+        i = d - OFFSET  # place among the turned ones
+        is_turned = is_in & (i >= 0) & (i < R)
+        if IS_INTERLEAVED:
+            is_second, column, partner = i % 2 == 1, i // 2, d + 1 - 2 * (i % 2)
+        else:
+            is_second, column = i >= R // 2, i % (R // 2)
+            partner = tl.where(is_second, d - R // 2, d + R // 2)
+        other = _normed(x, weight, partner, is_turned, factor, IS_WIDE, HAS_NORM)
+        position = tl.load(positions + t)
+        if HAS_AXES:
+            axis = tl.load(axes + column, is_turned, 0)
+            position = tl.load(positions + axis * T + t, is_turned, 0)
+        cos = tl.load(table + position * R + column, is_turned, 1.0)
+        sin = tl.load(table + position * R + R // 2 + column, is_turned, 0.0)
+        turned = row * cos + tl.where(is_second, other, -other) * sin
+        tl.store(to + d, tl.where(is_turned, turned, row).to(out.dtype.element_ty), is_in)
+
+
+def norm_rope_store_triton(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    norms: HeadNorms | None,
+    positions: Tensor,
+    rope: Rope,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slot_mapping: Tensor,
+) -> Tensor:
+    (T, H, D), KV = q.shape, k.shape[1]
+    out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
+    if T == 0:
+        return out
+    axes = rope_axes(positions, rope)
+    weights, eps = ((q, k), 0.0) if norms is None else (norms[:2], norms.eps)
+    strides = (s for x in (q, k, v) for s in x.stride()[:2])
+    _norm_rope_store[(T, H + 2 * KV)](
+        q, k, v, *weights, positions, positions if axes is None else axes, rope.cos_sin,
+        slot_mapping, out, k_cache, v_cache, eps, T, *strides,
+        H=H, KV=KV, D=D, DP=triton.next_power_of_2(D), R=rope.cos_sin.shape[1],
+        OFFSET=rope.offset, IS_INTERLEAVED=rope.is_interleaved, HAS_AXES=axes is not None,
+        HAS_NORM=norms is not None,
+        IS_WIDE=norms is not None and norms.q_weight.dtype != q.dtype, num_warps=1,
+    )  # fmt: skip
+    return out

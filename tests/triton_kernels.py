@@ -1,0 +1,142 @@
+"""The Triton twins in Triton's interpreter, against the references. Run by test_triton.py.
+
+The interpreter must be chosen before triton is imported, and has a process of its own. It knows
+fp32 and fp16, not bf16 (scripts/compile_kernels.py compiles those).
+"""
+
+import os
+
+os.environ["TRITON_INTERPRET"] = "1"
+
+import pytest
+import test_gated_delta as delta
+import test_moe as mixture
+import torch
+from test_paged_attention import make_case
+
+from nanoinfer.kernels.causal_conv import causal_conv_ref
+from nanoinfer.kernels.gated_delta import gated_delta_ref
+from nanoinfer.kernels.moe import Routing, moe_ref
+from nanoinfer.kernels.norm_rope_store import HeadNorms, norm_rope_store_ref
+from nanoinfer.kernels.paged_attention import paged_attention_ref
+from nanoinfer.kernels.rotary import Rope
+from nanoinfer.kernels.store_kv import store_kv_ref
+from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
+from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_triton
+from nanoinfer.kernels.triton_moe import moe_triton
+from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
+
+FP16, FP32 = torch.float16, torch.float32
+TOLERANCE = {FP32: {"rtol": 1e-5, "atol": 1e-5}, FP16: {"rtol": 4e-3, "atol": 4e-3}}
+DTYPES = [FP32, FP16]
+# (queries, keys) of each sequence
+STEPS = {
+    "one": [(1, 1)],
+    "decoding": [(1, 70), (1, 33), (1, 1), (1, 16)],
+    "padding": [(1, 40), (1, 0), (1, 0)],
+    "prompts": [(5, 5), (33, 33), (16, 16)],
+    "chunk": [(70, 100)],
+    "mixed": [(1, 50), (20, 25), (1, 7), (3, 3)],
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("heads", [(4, 2), (6, 2), (8, 1), (3, 3)])
+@pytest.mark.parametrize("step", STEPS)
+def test_paged_attention(step, heads, dtype):
+    """Slots that no sequence owns are NaN; rows behind the last sequence are 0."""
+    for head_dim, pad in ((32, 0), (20, 3)):
+        case = make_case(STEPS[step], *heads, head_dim=head_dim, dtype=dtype, pad=pad)
+        expected = paged_attention_ref(*[x.float() if x is case[0] else x for x in case[:1]],
+                                       *(x.float() for x in case[1:3]), *case[3:])  # fmt: skip
+        found = paged_attention_triton(*case)
+        assert found.dtype == dtype
+        torch.testing.assert_close(found.float(), expected, **TOLERANCE[dtype])
+
+
+def test_store_kv():
+    torch.manual_seed(0)
+    k, v = (torch.randn(5, 80)[:, 8:68].unflatten(1, (3, 20)) for _ in range(2))
+    slots = torch.tensor([5, 9, 0, 14, 3])
+    found, expected = ([torch.zeros(4, 4, 3, 20) for _ in range(2)] for _ in range(2))
+    store_kv_triton(k, v, *found, slots)
+    store_kv_ref(k, v, *expected, slots)
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+ROPES = [  # head dim, turned, from, interleaved, three axes, norms' dtype
+    (32, 32, 0, False, False, FP32),
+    (32, 8, 0, False, True, FP32),
+    (20, 8, 4, True, False, None),
+    (64, 16, 16, True, True, FP32),
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rope", ROPES)
+def test_norm_rope_store(rope, dtype):
+    D, R, offset, is_interleaved, has_axes, norm_dtype = rope
+    torch.manual_seed(0)
+    q, k, v = (delta.strided(5, heads, D, dtype=dtype) for heads in (4, 2, 2))
+    axes = torch.randint(0, 3, (R // 2,)).repeat(2) if has_axes else None
+    positions = torch.randint(0, 50, (3, 5) if has_axes else (5,))
+    table = Rope(torch.randn(50, R), axes, offset, is_interleaved)
+    slots = torch.tensor([5, 9, 3, 8, 15])
+    for weight_dtype in {norm_dtype, None if norm_dtype is None else dtype}:
+        norms = None
+        if weight_dtype is not None:
+            norms = HeadNorms(*(torch.randn(D).to(weight_dtype) for _ in range(2)), 1e-6)
+        caches = [[torch.zeros(4, 4, 2, D, dtype=dtype) for _ in range(2)] for _ in range(2)]
+        expected = norm_rope_store_ref(q, k, v, norms, positions, table, *caches[0], slots)
+        found = norm_rope_store_triton(q, k, v, norms, positions, table, *caches[1], slots)
+        torch.testing.assert_close(found, expected, **TOLERANCE[dtype])
+        torch.testing.assert_close(caches[1][0], caches[0][0], **TOLERANCE[dtype])
+        assert torch.equal(caches[1][1], caches[0][1])
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("case", delta.CASES, ids=range(len(delta.CASES)))
+def test_gated_delta(case, in_place):
+    x, state = delta.inputs(case), delta.make_state(12, 4, 16, 24)
+    where, after = delta.places(case, 12, in_place), state.clone()
+    expected = gated_delta_ref(*x, after, *where)
+    torch.testing.assert_close(gated_delta_triton(*x, state, *where), expected, **TOLERANCE[FP32])
+    torch.testing.assert_close(state[1:], after[1:], **TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("case", delta.CASES, ids=range(len(delta.CASES)))
+def test_causal_conv(case, in_place):
+    torch.manual_seed(0)
+    x, weight = delta.strided(sum(n for _, n in case), 300), torch.randn(4, 300)
+    state = delta.make_state(12, 3, 300)
+    where, after = delta.places(case, 12, in_place), state.clone()
+    expected = causal_conv_ref(x, weight, after, *where)
+    found = causal_conv_triton(x, weight, state, *where)
+    torch.testing.assert_close(found, expected, **TOLERANCE[FP32])
+    assert torch.equal(state[1:], after[1:])
+
+
+def test_causal_conv_of_other_widths_is_refused():
+    where = delta.places([(1, 1)], 3)
+    with pytest.raises(ValueError, match="got 3 taps, need 4"):
+        causal_conv_triton(torch.randn(1, 8), torch.randn(3, 8), torch.randn(3, 2, 8), *where)
+
+
+def test_padding_writes_the_null_slots_only():
+    x, state = delta.inputs([(4, 1), (0, 1), (0, 1)]), delta.make_state(5, 4, 16, 24)
+    bounds, sources, slots = delta.places([(4, 1), (0, 1), (0, 1)], 5)
+    slots[1:] = 0
+    before = state.clone()
+    gated_delta_triton(*x, state, bounds, sources, slots)
+    assert torch.equal(state[1:4], before[1:4])
+    assert not torch.equal(state[4], before[4])
+
+
+@pytest.mark.parametrize("is_normalised", [True, False])
+@pytest.mark.parametrize("sizes", mixture.SIZES)
+def test_moe(sizes, is_normalised):
+    *shape, top_k = sizes
+    case, routing = mixture.make_case(*shape), Routing(top_k, is_normalised)
+    expected = moe_ref(*case, routing)
+    torch.testing.assert_close(moe_triton(*case, routing), expected, **TOLERANCE[FP32])
