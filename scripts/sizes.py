@@ -45,7 +45,7 @@ FILES = [
 ]
 _GROUPS = {
     "*_config.py": "What the checkpoint is: facts, read from its config.json",
-    "*graphs.py": "Decoding without Python between the kernels: recorded on a CPU, captured on a GPU",
+    "*graphs.py": "Decoding without Python between kernels: recorded on a CPU, captured on a GPU",
     "layers/*": "A part of a decoder layer a file: linear, norm, rotary, attention, delta net, ...",
     "kernels/*": "One op a file: formula and reference, and its C++ twin; their table and build",
 }
