@@ -3,18 +3,22 @@
     X.weight             [N, K] float8_e4m3fn
     X.weight_scale_inv   [N/128, K/128], fp32, bf16 or fp16      w = value * scale
 
-In: the files of a checkpoint. Out: the scales by the name of their weight; weights in fp32, which
-take the model's dtype when they are loaded: twice the memory that the file takes, in bf16. A weight
-is in FP8 if and only if it has scales: lists of exceptions in config.json are not always right.
+In: the files of a checkpoint. Out: the scales by the name of their weight. A weight is in FP8 if
+and only if it has scales: lists of exceptions in config.json are not always right.
+
+A GPU that multiplies FP8 keeps values and scales (`load_blocks`). Elsewhere a weight is dequantised
+once, when it is loaded, and takes the model's dtype: twice the memory that the file takes, in bf16.
 """
 
 from collections.abc import Iterable
 
+import torch
 from safetensors import safe_open
 from torch import Tensor
 
 from nanoinfer.kernels.linear import BLOCK, dequantize_blocks
 from nanoinfer.kernels.quantize import FP8
+from nanoinfer.layers.linear import Linear, RowParallelLinear
 
 SCALE = "_scale_inv"
 
@@ -30,10 +34,37 @@ def read_scales(files: Iterable[safe_open]) -> dict[str, Tensor]:
 
 def dequantize(values: Tensor, scales: Tensor, what: str) -> Tensor:
     """values [N, K] times their block's scale, in fp32; ValueError names `what` does not fit."""
+    _check(values, scales, what)
+    return dequantize_blocks(values, scales)
+
+
+def load_blocks(layer: Linear, part: str, values: Tensor, scales: Tensor, what: str) -> None:
+    """Copy this rank's slice of part `part` into `layer`, as it is.
+
+    Raises ValueError for other shapes, and for slices that cut through a block.
+    """
+    _check(values, scales, what)
+    cut, dim = layer.cuts[part], int(isinstance(layer, RowParallelLinear))
+    full = [*layer.weight.shape]
+    full[dim] = cut.full
+    if [*values.shape] != full or any(n % BLOCK for n in (cut.start, cut.length, cut.target)):
+        raise ValueError(
+            f"{what} is {[*values.shape]}, need {full}, cut at multiples of {BLOCK} (rows "
+            f"{cut.start} to {cut.start + cut.length})"
+        )
+    if layer.scales is None:
+        shape, device = layer.weight.shape, layer.weight.device
+        layer.weight.data = torch.empty(shape, dtype=FP8, device=device)
+        layer.scales = torch.empty([-(-n // BLOCK) for n in shape], device=device)
+    for target, source, unit in ((layer.weight.data, values, 1), (layer.scales, scales, BLOCK)):
+        start, length, at = (n // unit for n in (cut.start, cut.length, cut.target))
+        target.narrow(dim, at, length).copy_(source.narrow(dim, start, length))
+
+
+def _check(values: Tensor, scales: Tensor, what: str) -> None:
     shape = [-(-n // BLOCK) for n in values.shape]
     if values.dtype != FP8 or [*scales.shape] != shape:
         raise ValueError(
             f"{what} is {values.dtype} {[*values.shape]} with scales {[*scales.shape]}, need {FP8} "
             f"with scales {shape}, one for each block of {BLOCK} x {BLOCK}"
         )
-    return dequantize_blocks(values, scales)

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanoinfer.fp8 import SCALE, dequantize, read_scales
+from nanoinfer.fp8 import SCALE, dequantize, load_blocks, read_scales
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.moe import WHOLE_EXPERTS, Experts, expert_target
 
@@ -74,8 +74,11 @@ def find_checkpoint(model: str | Path, with_weights: bool = True) -> Path:
         ) from error
 
 
-def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
-    """Fill `model` from `folder`; with `tie` the head shares the embedding's matrix."""
+def load_weights(model: nn.Module, folder: Path, tie: bool, keep_fp8: bool = False) -> None:
+    """Fill `model` from `folder`; with `tie` the head shares the embedding's matrix.
+
+    FP8 weights are dequantised, or with `keep_fp8` kept where a linear layer takes them.
+    """
     files = _find_files(folder)
     parameters = dict(model.named_parameters())
     missing = {(name, part) for name in parameters for part in _parts(model, name)}
@@ -93,10 +96,14 @@ def load_weights(model: nn.Module, folder: Path, tie: bool) -> None:
                     raise ValueError(
                         f"{path}: tensor {name!r} is there twice, or not part of this architecture"
                     )
-                tensor = file.get_tensor(name)
-                if (scale := scales.pop(name, None)) is not None:
-                    tensor = dequantize(tensor, scale, f"{path}: {name!r}")
-                _load(model, target, shard, tensor, name, path)
+                tensor, what = file.get_tensor(name), f"{path}: {name!r}"
+                layer: Any = model.get_submodule(target.rpartition(".")[0])
+                if (scale := scales.pop(name, None)) is None:
+                    _load(layer, target, shard, tensor, what)
+                elif keep_fp8 and isinstance(layer, Linear):
+                    load_blocks(layer, shard, tensor, scale, what)
+                else:
+                    _load(layer, target, shard, dequantize(tensor, scale, what), what)
                 missing -= found
     head, embedding = ("lm_head.weight", ""), parameters["model.embed_tokens.weight"]
     if tie and (head in missing or torch.equal(parameters["lm_head.weight"], embedding)):
@@ -171,10 +178,8 @@ def _parts(model: nn.Module, parameter: str) -> list[str]:
     return module.parts(kind) if isinstance(module, Linear | Experts) else [""]
 
 
-def _load(model: nn.Module, target: str, shard: str, tensor: Tensor, name: str, path: Path) -> None:
-    parent, _, kind = target.rpartition(".")
-    module: Any = model.get_submodule(parent)
+def _load(layer: Any, target: str, shard: str, tensor: Tensor, what: str) -> None:
     try:
-        module.load(kind, shard, tensor)
+        layer.load(target.rpartition(".")[2], shard, tensor)
     except ValueError as error:
-        raise ValueError(f"{path}: {name!r} {error}") from error
+        raise ValueError(f"{what} {error}") from error

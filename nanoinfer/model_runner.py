@@ -58,7 +58,8 @@ class ModelRunner:
             model_config, longest, self.kernels, dtype=dtype, device=self._device
         )
         logger.info("loading %s as %s", folder.name, str(dtype).removeprefix("torch."))
-        load_weights(self._model, folder, tie=model_config.tie_word_embeddings)
+        tie, keep_fp8 = model_config.tie_word_embeddings, self.kernels.keeps_fp8
+        load_weights(self._model, folder, tie, keep_fp8)
         packers = (self.kernels.pack_weight, self.kernels.pack_experts)
         self._model.finish_weights(QUANTIZED[config.quantization], *packers)
         self._specs = self._model.cache_specs()

@@ -26,9 +26,11 @@ from triton.runtime.jit import JITFunction
 from nanoinfer.kernels.gated_delta import Decay
 from nanoinfer.kernels.moe import Experts, Routing
 from nanoinfer.kernels.norm_rope_store import HeadNorms
+from nanoinfer.kernels.quantize import FP8
 from nanoinfer.kernels.rotary import Rope
 from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
 from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_triton
+from nanoinfer.kernels.triton_fp8 import multiply_triton, quantize_triton
 from nanoinfer.kernels.triton_moe import moe_triton
 from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
 
@@ -70,7 +72,7 @@ def compile_only(capability: int) -> list[Any]:
     return compiled
 
 
-def launch_all() -> None:
+def launch_all(has_fp8: bool) -> None:
     """Every kernel, for the shapes of published models, as decoding and as prompts."""
     for heads, kv_heads, head_dim in ATTENTIONS:
         for num_seqs, q_len in ((1, 1), (32, 1), (256, 1), (4, 100)):
@@ -80,6 +82,10 @@ def launch_all() -> None:
         x, logits = rows(4 * q_len, 2048), torch.zeros(4 * q_len, 128)
         experts = Experts(rows(128, 1536, 2048), rows(128, 2048, 768))
         moe_triton(x, logits, experts, Routing(8, True))
+        if has_fp8:
+            weight, scales = torch.zeros(4096, 2048, dtype=FP8), torch.zeros(32, 16)
+            for bias in (None, rows(4096)):
+                multiply_triton(quantize_triton(x), weight, scales, bias, BF16)
 
 
 def rows(*shape: int) -> Tensor:
@@ -132,7 +138,7 @@ def main() -> int:
     parser.add_argument("--capability", type=int, default=90, choices=SHARED_BYTES)
     capability = parser.parse_args().capability
     compiled = compile_only(capability)
-    launch_all()
+    launch_all(has_fp8=capability >= 89)
     variants = {kernel.hash: kernel for kernel in compiled}
     print(f"triton {triton.__version__}, sm_{capability}: {len(variants)} variants")
     print(f"{'kernel':<20}{'warps':>6}{'registers':>11}{'stack':>7}{'shared':>8}")

@@ -16,13 +16,16 @@ from test_paged_attention import make_case
 
 from nanoinfer.kernels.causal_conv import causal_conv_ref
 from nanoinfer.kernels.gated_delta import gated_delta_ref
+from nanoinfer.kernels.linear import linear_ref, quantize_blocks_fp8
 from nanoinfer.kernels.moe import Routing, moe_ref
 from nanoinfer.kernels.norm_rope_store import HeadNorms, norm_rope_store_ref
 from nanoinfer.kernels.paged_attention import paged_attention_ref
+from nanoinfer.kernels.quantize import ScaleLayout, dequantize, quantize_ref
 from nanoinfer.kernels.rotary import Rope
 from nanoinfer.kernels.store_kv import store_kv_ref
 from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
 from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_triton
+from nanoinfer.kernels.triton_fp8 import multiply_triton, quantize_triton
 from nanoinfer.kernels.triton_moe import moe_triton
 from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
 
@@ -140,3 +143,31 @@ def test_moe(sizes, is_normalised):
     case, routing = mixture.make_case(*shape), Routing(top_k, is_normalised)
     expected = moe_ref(*case, routing)
     torch.testing.assert_close(moe_triton(*case, routing), expected, **TOLERANCE[FP32])
+
+
+@pytest.mark.parametrize("M", [1, 3, 20])
+def test_fp8_rows_are_quantised(M):
+    """The interpreter rounds a few values the other way: one step of e4m3."""
+    torch.manual_seed(0)
+    x = torch.randn(M, 400)[:, 8:392] * torch.logspace(-3, 3, M)[:, None]
+    found, expected = quantize_triton(x), quantize_ref(x, ScaleLayout(128))
+    torch.testing.assert_close(found.scales, expected.scales)
+    assert found.scales.stride(0) == 1
+    right = dequantize(expected)
+    step = right.abs() / 8 + expected.scales.repeat_interleave(128, 1) * 2**-9
+    assert ((dequantize(found) - right).abs() <= 1.01 * step).all()
+    assert (
+        found.values.view(torch.uint8) != expected.values.view(torch.uint8)
+    ).float().mean() < 0.1
+
+
+@pytest.mark.parametrize("has_bias", [True, False])
+@pytest.mark.parametrize(("M", "N", "K"), [(1, 200, 384), (20, 64, 128), (3, 300, 256)])
+def test_fp8_product(M, N, K, has_bias):
+    torch.manual_seed(0)
+    x, bias = torch.randn(M, K), torch.randn(N) if has_bias else None
+    weight, scales = quantize_blocks_fp8(torch.randn(N, K))
+    rows, expected = quantize_triton(x), torch.empty(M, N)
+    linear_ref(rows, weight, scales, bias, expected)
+    found = multiply_triton(rows, weight, scales, bias, torch.float32)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-3)

@@ -53,6 +53,7 @@ class Kernels(NamedTuple):
     """One callable per op, and the name of the set."""
 
     name: str = "ref"
+    keeps_fp8: bool = False  # its linear layers multiply weights in FP8
     pack_weight: Pack = pack_never
     pack_experts: PackExperts = pack_experts_never
     rms_norm: Callable[..., Tensor] = rms_norm_ref
@@ -90,7 +91,7 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
     if device.type == "cpu":
         respect_cpu_quota()
     if kernels == "auto":
-        table = _cpu_kernels() if device.type == "cpu" else _cuda_kernels()
+        table = _cpu_kernels() if device.type == "cpu" else _cuda_kernels(device)
     if use_compile:
         compiled = {op: _compile(getattr(Kernels(), op)) for op in _ELEMENTWISE}  # references
         table = table._replace(**compiled, recorder=None)
@@ -112,17 +113,23 @@ def _own_copy(function: Any) -> FunctionType:
     return FunctionType(code, function.__globals__, function.__name__, function.__defaults__)
 
 
-def _cuda_kernels() -> Kernels:
+def _cuda_kernels(device: torch.device) -> Kernels:
     try:
         from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
         from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_triton
+        from nanoinfer.kernels.triton_fp8 import LinearCuda
         from nanoinfer.kernels.triton_moe import moe_triton
         from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
     except ImportError as error:
         logger.warning("no triton kernels, running the PyTorch references (slower): %s", error)
         return Kernels()
+    has_gpu = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability(device) if has_gpu else (0, 0)
+    has_fp8 = capability >= (8, 9)
     return Kernels(
         name="triton",
+        keeps_fp8=has_fp8,
+        pack_weight=LinearCuda(capability).pack if has_fp8 else pack_never,
         store_kv=store_kv_triton,
         norm_rope_store=norm_rope_store_triton,
         paged_attention=paged_attention_triton,
