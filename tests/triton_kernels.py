@@ -20,7 +20,7 @@ from nanoinfer.kernels.linear import linear_ref, quantize_blocks_fp8
 from nanoinfer.kernels.moe import Routing, moe_ref
 from nanoinfer.kernels.norm_rope_store import HeadNorms, norm_rope_store_ref
 from nanoinfer.kernels.paged_attention import paged_attention_ref
-from nanoinfer.kernels.quantize import ScaleLayout, dequantize, quantize_ref
+from nanoinfer.kernels.quantize import ScaleLayout, quantize_ref
 from nanoinfer.kernels.rotary import Rope
 from nanoinfer.kernels.store_kv import store_kv_ref
 from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
@@ -147,18 +147,16 @@ def test_moe(sizes, is_normalised):
 
 @pytest.mark.parametrize("M", [1, 3, 20])
 def test_fp8_rows_are_quantised(M):
-    """The interpreter rounds a few values the other way: one step of e4m3."""
+    """Where a value rounds up to a power of two, the interpreter (not a GPU) loses the carry."""
     torch.manual_seed(0)
     x = torch.randn(M, 400)[:, 8:392] * torch.logspace(-3, 3, M)[:, None]
     found, expected = quantize_triton(x), quantize_ref(x, ScaleLayout(128))
     torch.testing.assert_close(found.scales, expected.scales)
     assert found.scales.stride(0) == 1
-    right = dequantize(expected)
-    step = right.abs() / 8 + expected.scales.repeat_interleave(128, 1) * 2**-9
-    assert ((dequantize(found) - right).abs() <= 1.01 * step).all()
-    assert (
-        found.values.view(torch.uint8) != expected.values.view(torch.uint8)
-    ).float().mean() < 0.1
+    ours, right = found.values.float(), expected.values.float()
+    is_power = torch.frexp(right).mantissa.abs() == 0.5
+    assert ((ours == right) | (is_power & (ours == right / 2))).all()
+    assert (ours != right).float().mean() < 0.05
 
 
 @pytest.mark.parametrize("has_bias", [True, False])
