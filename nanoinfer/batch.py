@@ -83,8 +83,8 @@ class Batch:
 
     @property
     def is_decoding(self) -> bool:
-        """Every sequence has one token."""
-        return len(self.input_ids) == self.num_entries
+        """Every sequence has one token, of text."""
+        return len(self.input_ids) == self.num_entries and self.positions.dim() == 1
 
     @staticmethod
     def build(step: list[ScheduledSequence], block_size: int, device: torch.device) -> "Batch":

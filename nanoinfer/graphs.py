@@ -15,7 +15,7 @@ from nanoinfer.cache_sizes import memory_for_caches
 from nanoinfer.config import EngineConfig
 from nanoinfer.cpu_graphs import CpuGraphs
 from nanoinfer.cuda_graphs import CudaGraphs
-from nanoinfer.kernels.record import Recorder
+from nanoinfer.kernels import Kernels
 from nanoinfer.models.qwen3 import Cache, CausalLM
 
 
@@ -25,15 +25,19 @@ def make_graphs(
     max_num_seqs: int,
     max_blocks: int,
     device: torch.device,
-    recorder: Recorder | None,
+    kernels: Kernels,
 ) -> CpuGraphs | CudaGraphs | None:
-    """max_blocks: of one sequence; recorder: of the CPU's kernels, where they can be recorded."""
-    if device.type == "cuda":
+    """None for kernels that read their batch on the host, as the references do."""
+    if kernels.name == "triton":
         return CudaGraphs(model, caches, max_num_seqs, max_blocks, device)
-    return None if recorder is None else CpuGraphs(model, caches, recorder, max_blocks)
+    if kernels.recorder is not None:
+        return CpuGraphs(model, caches, kernels.recorder, max_blocks)
+    return None
 
 
-def free_memory(model: CausalLM, caches: list[Cache], config: EngineConfig, longest: int) -> int:
+def free_memory(
+    model: CausalLM, caches: list[Cache], config: EngineConfig, longest: int, kernels: Kernels
+) -> int:
     """Bytes for caches: on a CPU a share of what is free, on a GPU what weights and work leave."""
     device = config.torch_device
     if device.type == "cpu":
@@ -44,10 +48,11 @@ def free_memory(model: CausalLM, caches: list[Cache], config: EngineConfig, long
         batch = Batch.dummy(min(config.max_num_batched_tokens, longest), config.block_size, device)
         model.logits(model(batch, caches)[: config.max_num_seqs])
     taken = torch.cuda.max_memory_allocated(device) - before
+    torch.cuda.empty_cache()  # what the step took is counted below
     free, total = torch.cuda.mem_get_info(device)
     if not config.enforce_eager:
         max_blocks = -(-longest // config.block_size)
-        graphs = make_graphs(model, caches, config.max_num_seqs, max_blocks, device, None)
+        graphs = make_graphs(model, caches, config.max_num_seqs, max_blocks, device, kernels)
         taken += free - torch.cuda.mem_get_info(device)[0]
         del graphs
         torch.cuda.empty_cache()

@@ -64,7 +64,8 @@ class ModelRunner:
         self._model.finish_weights(QUANTIZED[config.quantization], *packers)
         self._specs = self._model.cache_specs()
         self._caches = self._allocate(CacheSizes(0, 0, 0))  # null blocks and slots only
-        free = functools.partial(free_memory, self._model, self._caches, config, longest)
+        loaded = (self._model, self._caches)
+        free = functools.partial(free_memory, *loaded, config, longest, self.kernels)
         self.cache_sizes = plan_caches(config, self._specs, longest, free)
         self.max_model_len = choose_max_model_len(config, self.cache_sizes.num_blocks, longest)
         self._caches = self._allocate(self.cache_sizes)
@@ -72,7 +73,7 @@ class ModelRunner:
         self._graphs: CpuGraphs | CudaGraphs | None = None
         if not config.enforce_eager:
             sizes = (self.cache_sizes.max_num_seqs, longest_table, self._device)
-            self._graphs = make_graphs(self._model, self._caches, *sizes, self.kernels.recorder)
+            self._graphs = make_graphs(self._model, self._caches, *sizes, self.kernels)
 
     @torch.inference_mode()
     def run(self, batch: Batch) -> list[SampledTokens]:

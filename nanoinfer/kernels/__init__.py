@@ -124,6 +124,8 @@ def _cuda_kernels(device: torch.device) -> Kernels:
         logger.warning("no triton kernels, running the PyTorch references (slower): %s", error)
         return Kernels()
     has_gpu = torch.cuda.is_available()
+    if has_gpu and device.index is not None:  # where Triton launches and graphs are captured
+        torch.cuda.set_device(device)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (0, 0)
     has_fp8 = capability >= (8, 9)
     return Kernels(
