@@ -62,6 +62,17 @@ SHAPES: dict[str, dict] = {
         "intermediate_size": 3072,
         "vocab_size": 151936,
     },
+    "qwen3-8b": {
+        **_QWEN3,
+        "tie_word_embeddings": False,
+        "num_hidden_layers": 36,
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "intermediate_size": 12288,
+        "vocab_size": 151936,
+    },
     "qwen3-tiny": {
         **_QWEN3,
         "num_hidden_layers": 2,
@@ -128,7 +139,7 @@ def make_checkpoint(shape: str, folder: Path | None = None) -> Path:
 
 
 def _draw_weights(shape: dict) -> dict[str, Tensor]:
-    """Every tensor of a checkpoint by its name; the head is tied, so it has none."""
+    """Every tensor of a checkpoint by its name; a tied head has none."""
     generator = torch.Generator().manual_seed(0)
     weights = {}
     for name, size in _list_tensors(shape):
@@ -145,6 +156,8 @@ def _list_tensors(shape: dict) -> list[tuple[str, tuple[int, ...]]]:
         ("model.embed_tokens.weight", (shape["vocab_size"], hidden)),
         ("model.norm.weight", (hidden,)),
     ]
+    if not shape["tie_word_embeddings"]:
+        tensors.append(("lm_head.weight", (shape["vocab_size"], hidden)))
     for i in range(shape["num_hidden_layers"]):
         interval = shape.get("full_attention_interval", 1)
         mixer = _delta_tensors(shape) if (i + 1) % interval else _attention_tensors(shape)

@@ -71,14 +71,14 @@ def _meet(
     """One tile of keys: the online softmax of FlashAttention."""
     is_dk, is_kd = is_dim[:, None] & is_key[None, :], is_key[:, None] & is_dim[None, :]
     keys = tl.load(k + slot[None, :] + d[:, None], is_dk, 0.0)
-    scores = tl.dot(queries, keys) * (scale * 1.44269504)  # in units of log2
+    scores = tl.dot(queries, keys, input_precision="ieee") * (scale * 1.44269504)  # log2
     sees = is_key[None, :] & (key[None, :] <= position[:, None])
     scores = tl.where(sees, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     decay = tl.math.exp2(top - new_top)
     p = tl.math.exp2(scores - new_top[:, None])
     values = tl.load(v + slot[:, None] + d[None, :], is_kd, 0.0)
-    acc = acc * decay[:, None] + tl.dot(p.to(values.dtype), values)
+    acc = tl.dot(p.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
     return new_top, total * decay + tl.sum(p, 1), acc
 
 

@@ -42,7 +42,7 @@ def _grouped_product(
             is_k = k < K
             a = tl.load(from_x + k[None, :], is_row[:, None] & is_k[None, :], 0.0)
             b = tl.load(from_w + k[:, None], is_k[:, None] & is_column[None, :], 0.0)
-            acc += tl.dot(a, b)
+            acc = tl.dot(a, b, acc, input_precision="ieee")  # of fp32 no less
         is_in = is_row[:, None] & is_column[None, :]
         tl.store(out + visit[:, None] * N + n[None, :], acc.to(out.dtype.element_ty), is_in)
 
