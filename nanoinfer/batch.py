@@ -119,26 +119,6 @@ class Batch:
             prompt_logprobs=_find_prompt_logprobs(step, cu_seqlens_q),
         )
 
-    @staticmethod
-    def dummy(num_tokens: int, block_size: int, device: torch.device) -> "Batch":
-        """One prompt of `num_tokens` in the null block: the worst case, to measure memory."""
-        num_blocks = -(-num_tokens // block_size)
-        zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
-        lengths = torch.tensor([0, num_tokens], dtype=torch.int32, device=device)
-        return Batch(
-            input_ids=zeros,
-            positions=torch.arange(num_tokens, device=device),
-            slot_mapping=zeros + NULL_SLOT,
-            cu_seqlens_q=lengths,
-            seq_lens=lengths[1:],
-            block_tables=torch.zeros(1, num_blocks, dtype=torch.int32, device=device),
-            states=torch.zeros(2, 1, dtype=torch.int32, device=device),
-            logits_indices=zeros[:1],
-            sampled_entries=[],
-            num_entries=1,
-            sampling=None,
-        )
-
 
 def _stack(tables: list[list[int]]) -> np.ndarray:
     """Lists of any lengths as the rows of [S, M], filled up with the null block."""

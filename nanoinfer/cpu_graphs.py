@@ -2,8 +2,8 @@
 
 In: a model, its caches, a batch in which every sequence has one token. Out: hidden states [S, E].
 
-    first step with S sequences    run the layers on static inputs, record the kernels' calls
-    every other one                copy positions, slots, lengths and tables; replay the calls
+    first step with S sequences    run the layers on padding, record the kernels' calls
+    that one and every other       copy positions, slots, lengths and tables; replay the calls
 
 It is worth its while where layers take little time: a step of a small model with one sequence is
 half Python. Invariants: a replay is bit-equal to running the layers; recordings hold no weights,
@@ -54,41 +54,41 @@ class CpuGraphs:
     def run(self, batch: Batch) -> Tensor:
         """The same as the model itself; the result is overwritten by the next run."""
         embedded = self._model.embed(batch.input_ids)  # [S, E]
-        recording = self._recordings.get(batch.num_entries)
+        recording = self._recordings.get(batch.num_entries) or self._record(embedded, batch)
         if recording is None:
-            return self._record(embedded, batch)
+            return self._model.run_layers(embedded, batch, self._caches)
         self._recordings.move_to_end(batch.num_entries)
         recording.embedded.copy_(embedded)
         _refill(recording.batch, batch)
         recording.tape.replay()
         return recording.hidden
 
-    def _record(self, embedded: Tensor, batch: Batch) -> Tensor:
-        static = self._make_static(batch)
+    def _record(self, embedded: Tensor, batch: Batch) -> _Recording | None:
+        """Run padding: what is recorded is done, too, and must not touch anybody's cache."""
+        static, inputs = self._make_static(batch), torch.zeros_like(embedded)
         try:
             with self._recorder.record() as tape:
-                hidden = self._model.run_layers(embedded, static, self._caches, tape.start_layer)
+                hidden = self._model.run_layers(inputs, static, self._caches, tape.start_layer)
         except RuntimeError as error:
             logger.debug("decoding runs layer by layer: %s", error)
             self._is_possible = False
-            return self._model.run_layers(embedded, batch, self._caches)
-        self._recordings[batch.num_entries] = _Recording(tape, static, embedded, hidden)
+            return None
+        recording = _Recording(tape, static, inputs, hidden)
+        self._recordings[batch.num_entries] = recording
         if len(self._recordings) > _MAX_RECORDINGS:
             self._recordings.popitem(last=False)
-        return hidden
+        return recording
 
     def _make_static(self, batch: Batch) -> Batch:
         tables = batch.block_tables.new_zeros(batch.num_entries, self._max_blocks)
-        static = dataclasses.replace(
+        return dataclasses.replace(
             batch,
-            positions=torch.empty_like(batch.positions),
-            slot_mapping=torch.empty_like(batch.slot_mapping),
-            seq_lens=torch.empty_like(batch.seq_lens),
-            states=torch.empty_like(batch.states),
+            positions=torch.zeros_like(batch.positions),
+            slot_mapping=torch.zeros_like(batch.slot_mapping),
+            seq_lens=torch.zeros_like(batch.seq_lens),
+            states=torch.zeros_like(batch.states),
             block_tables=tables,
         )
-        _refill(static, batch)
-        return static
 
 
 def _refill(static: Batch, batch: Batch) -> None:

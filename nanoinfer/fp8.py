@@ -14,7 +14,7 @@ from collections.abc import Iterable
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 
 from nanoinfer.kernels.linear import BLOCK, dequantize_blocks
 from nanoinfer.kernels.quantize import FP8
@@ -30,6 +30,21 @@ def read_scales(files: Iterable[safe_open]) -> dict[str, Tensor]:
         names = [name for name in file.keys() if name.endswith(f"weight{SCALE}")]  # noqa: SIM118
         scales |= {name.removesuffix(SCALE): file.get_tensor(name).float() for name in names}
     return scales
+
+
+def whole_layers(model: nn.Module, scaled: set[tuple[str, str]]) -> set[str]:
+    """Weights that can stay in FP8: linear layers' whose every part has scales and cuts no block.
+
+    scaled: (weight, part of it) of all that the checkpoint has scales for.
+    """
+    found = set()
+    for name, module in model.named_modules():
+        weight = f"{name}.weight"
+        if isinstance(module, Linear) and all((weight, part) in scaled for part in module.cuts):
+            cuts = [n for cut in module.cuts.values() for n in (cut.start, cut.length, cut.target)]
+            if all(n % BLOCK == 0 for n in cuts):
+                found.add(weight)
+    return found
 
 
 def dequantize(values: Tensor, scales: Tensor, what: str) -> Tensor:

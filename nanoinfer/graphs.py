@@ -45,7 +45,8 @@ def free_memory(
     torch.cuda.reset_peak_memory_stats(device)
     before = torch.cuda.memory_allocated(device)
     with torch.inference_mode():
-        batch = Batch.dummy(min(config.max_num_batched_tokens, longest), config.block_size, device)
+        num_tokens = config.max_num_batched_tokens
+        batch = worst_batch(num_tokens, min(num_tokens, longest), config.block_size, device)
         model.logits(model(batch, caches)[: config.max_num_seqs])
     taken = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()  # what the step took is counted below
@@ -57,3 +58,24 @@ def free_memory(
         del graphs
         torch.cuda.empty_cache()
     return int(free - (1 - config.gpu_memory_utilization) * total - taken)
+
+
+def worst_batch(num_tokens: int, longest: int, block_size: int, device: torch.device) -> Batch:
+    """Prompts of up to `longest` tokens in the null block: the worst case for memory."""
+    zeros = torch.zeros(num_tokens, dtype=torch.int64, device=device)
+    bounds = [*range(0, num_tokens, longest), num_tokens]
+    cu_seqlens_q = torch.tensor(bounds, dtype=torch.int32, device=device)
+    S, M = len(bounds) - 1, -(-longest // block_size)
+    return Batch(
+        input_ids=zeros,
+        positions=torch.arange(num_tokens, device=device) % longest,
+        slot_mapping=zeros,
+        cu_seqlens_q=cu_seqlens_q,
+        seq_lens=cu_seqlens_q.diff(),
+        block_tables=torch.zeros(S, M, dtype=torch.int32, device=device),
+        states=torch.zeros(2, S, dtype=torch.int32, device=device),
+        logits_indices=zeros[:1],
+        sampled_entries=[],
+        num_entries=S,
+        sampling=None,
+    )

@@ -22,7 +22,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
-from nanoinfer.fp8 import SCALE, dequantize, load_blocks, read_scales
+from nanoinfer.fp8 import SCALE, dequantize, load_blocks, read_scales, whole_layers
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.moe import WHOLE_EXPERTS, Experts, expert_target
 
@@ -83,6 +83,7 @@ def load_weights(model: nn.Module, folder: Path, tie: bool, keep_fp8: bool = Fal
     parameters = dict(model.named_parameters())
     missing = {(name, part) for name in parameters for part in _parts(model, name)}
     scales = read_scales([_open(path) for path in files])
+    kept = whole_layers(model, {_target(name) for name in scales}) if keep_fp8 else set()
     for path in files:
         with _open(path) as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a dict)
@@ -100,7 +101,7 @@ def load_weights(model: nn.Module, folder: Path, tie: bool, keep_fp8: bool = Fal
                 layer: Any = model.get_submodule(target.rpartition(".")[0])
                 if (scale := scales.pop(name, None)) is None:
                     _load(layer, target, shard, tensor, what)
-                elif keep_fp8 and isinstance(layer, Linear):
+                elif target in kept:
                     load_blocks(layer, shard, tensor, scale, what)
                 else:
                     _load(layer, target, shard, dequantize(tensor, scale, what), what)

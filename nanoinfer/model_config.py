@@ -15,7 +15,13 @@ from typing import Any
 
 import torch
 
-from nanoinfer.hybrid_config import DeltaConfig, MoEConfig, is_qwen3_5, layer_types
+from nanoinfer.hybrid_config import (
+    DeltaConfig,
+    MoEConfig,
+    is_qwen3_5,
+    layer_types,
+    too_many_experts,
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -186,6 +192,8 @@ _UNSUPPORTED: list[tuple[str, Callable[[dict], Any], str]] = [
      f"{' or '.join(_LAYER_TYPES)} in every layer (use_sliding_window false)"),
     ("mamba_ssm_dtype", lambda c: _unless(c.get("mamba_ssm_dtype", "float32"), "float32"),
      "float32: the state of linear attention"),
+    ("linear_conv_kernel_dim", lambda c: _unless(c.get("linear_conv_kernel_dim", 4), 4), "4"),
+    ("num_experts_per_tok", too_many_experts, "at most the number of experts"),
     ("linear_num_value_heads",
      lambda c: _uneven(c.get("linear_num_value_heads"), c.get("linear_num_key_heads"), "key"),
      "a multiple of linear_num_key_heads"),
@@ -211,7 +219,7 @@ def _check_supported(config: dict, path: Path) -> None:
             raise ValueError(f"{path}: {what} {found!r} is not supported; need {need}")
 
 
-def _unless(found: Any, *allowed: str) -> Any:
+def _unless(found: Any, *allowed: Any) -> Any:
     return None if found in allowed else found
 
 

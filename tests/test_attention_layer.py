@@ -18,6 +18,7 @@ from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
 from nanoinfer.batch import NULL_SLOT, Batch
+from nanoinfer.graphs import worst_batch
 from nanoinfer.kernels import Kernels, select_kernels
 from nanoinfer.kernels.norm_rope_store import HeadNorms, norm_rope_ref, norm_rope_store_ref
 from nanoinfer.kernels.rms_norm import rms_norm_ref
@@ -132,7 +133,7 @@ class Case:
     def batch(self, step: list[tuple[int, int, int]]) -> Batch:
         q_lens = torch.tensor([0, *(stop - start for _, start, stop in step)])
         return dataclasses.replace(
-            Batch.dummy(1, BLOCK, CPU),
+            worst_batch(1, 1, BLOCK, CPU),
             positions=torch.cat([self.positions[s][..., a:b] for s, a, b in step], dim=-1),
             slot_mapping=torch.cat([self.slots(*entry) for entry in step]),
             cu_seqlens_q=q_lens.cumsum(0).int(),

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from nanoinfer.batch import Batch
 from nanoinfer.cuda_graphs import CudaGraphs, bucket_sizes, fill
+from nanoinfer.graphs import worst_batch
 from nanoinfer.kernels import Kernels, select_kernels
 from nanoinfer.loader import load_weights
 from nanoinfer.model_config import ModelConfig
@@ -192,4 +193,4 @@ def test_static_inputs_keep_their_addresses_and_forget_larger_batches(tiny):
 def test_prompts_are_not_for_graphs(tiny):
     model = load(tiny("tiny-qwen3"))
     graphs = graphs_of(model, copy(filled_caches(model)), 4)
-    assert not graphs.can_run(Batch.dummy(5, B, CPU))
+    assert not graphs.can_run(worst_batch(5, 5, B, CPU))

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from nanoinfer import LLM, SamplingParams
-from nanoinfer.batch import Batch
 from nanoinfer.fp8 import load_blocks
+from nanoinfer.graphs import worst_batch
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.linear import PackedWeight, dequantize_blocks, quantize_blocks_fp8
 from nanoinfer.kernels.quantize import FP8, Quantized
@@ -129,7 +129,7 @@ def logits_of(model):
     caches = [
         spec.allocate(1 + num_blocks, 16, torch.device("cpu")) for spec in model.cache_specs()
     ]
-    batch = Batch.dummy(len(IDS), 16, torch.device("cpu"))
+    batch = worst_batch(len(IDS), len(IDS), 16, torch.device("cpu"))
     tables = torch.arange(1, 1 + num_blocks, dtype=torch.int32)[None]
     changes = {"input_ids": torch.tensor(IDS), "slot_mapping": 16 + torch.arange(len(IDS))}
     batch = dataclasses.replace(batch, block_tables=tables, **changes)
@@ -178,6 +178,20 @@ def test_logits_of_kept_weights_are_as_near_as_the_arithmetic_allows(plain, tmp_
     assert kept <= 5e-2
     assert emulated <= 5e-2 * 1.2
     assert kept <= 1.2 * emulated
+
+
+def test_a_matrix_with_some_parts_in_fp8_is_dequantised(plain, tmp_path):
+    """q and k without scales beside v with them: one matrix has one dtype."""
+    name = "model.layers.0.self_attn.{}_proj.weight"
+    original = load_file(plain / "model.safetensors")
+    changes = {name.format(part): original[name.format(part)] for part in "qk"}
+    changes |= {f"{key}_scale_inv": None for key in changes}
+    folder = make_fp8(plain, tmp_path, **changes)
+    model = load(folder, keep_fp8=True)
+    layer = model.get_submodule("model.layers.0.self_attn.qkv_proj")
+    assert (layer.weight.dtype, layer.scales) == (torch.float32, None)
+    assert torch.equal(layer.weight[:512], original[name.format("q")])
+    assert model.get_submodule("model.layers.0.mlp.down_proj").scales is not None
 
 
 def test_slices_through_a_block_are_refused():

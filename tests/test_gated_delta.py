@@ -11,6 +11,7 @@ from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 
 from nanoinfer.batch import Batch
+from nanoinfer.graphs import worst_batch
 from nanoinfer.hybrid_config import DeltaConfig
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.causal_conv import causal_conv_ref, make_causal_conv_cpu
@@ -333,7 +334,7 @@ def layers() -> tuple[hf.Qwen3_5GatedDeltaNet, GatedDeltaNet]:
 
 def run_layer(layer: GatedDeltaNet, x, cache: StateCache, case) -> torch.Tensor:
     bounds, sources, slots = places(case, len(cache.state))
-    dummy = Batch.dummy(1, 4, torch.device("cpu"))
+    dummy = worst_batch(1, 1, 4, torch.device("cpu"))
     fields = {"cu_seqlens_q": bounds, "states": torch.stack((sources, slots))}
     return layer(x, cache, Batch(**{**vars(dummy), **fields}), None)
 

@@ -107,7 +107,7 @@ def test_a_gpus_memory_is_counted_with_its_graphs(tiny, monkeypatch, enforce_eag
     memory = {"free": 60 * GIB, "peak": 13 * GIB}
     monkeypatch.setattr("nanoinfer.graphs.CudaGraphs", Counted)
     monkeypatch.setattr(EngineConfig, "torch_device", torch.device("cuda"))
-    monkeypatch.setattr("nanoinfer.graphs.Batch.dummy", lambda n, size, device: n)
+    monkeypatch.setattr("nanoinfer.graphs.worst_batch", lambda n, longest, size, device: n)
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: memory["peak"])

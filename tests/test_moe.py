@@ -14,6 +14,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeSparseMoeBl
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.hybrid_config import MoEConfig
 from nanoinfer.kernels import Kernels, select_kernels
+from nanoinfer.kernels.linear import LinearCpu
 from nanoinfer.kernels.moe import Experts, MoeCpu, Routing, moe_ref, route
 from nanoinfer.layers.moe import MoE
 
@@ -197,6 +198,10 @@ def test_router_logits_of_bf16_rows_are_sums_in_float32():
     x = torch.randn(5, 64).bfloat16()
     expected = x.double() @ layer.gate.weight.data.double().T
     torch.testing.assert_close(layer.router_logits(x).double(), expected, rtol=1e-5, atol=1e-5)
+    for library in (None, kernel_library("native")):  # oneDNN alone rounds: it gets no router
+        layer.gate.pack(LinearCpu(library, 1).pack)
+        found = layer.router_logits(x).double()
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_which_layers_are_a_mixture():

@@ -6,7 +6,7 @@ The first part has no model; the second runs tiny-qwen3_5 and compares with tran
 import numpy as np
 import pytest
 import torch
-from oracle import good_prompts, hf_greedy, load_model
+from oracle import good_prompts, hf_greedy, hf_logprobs, load_model
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.block_manager import BlockManager
@@ -256,6 +256,30 @@ def poison(llm):
             for slot in (0, *states._free):
                 cache.state[slot] = torch.nan
                 cache.conv[slot] = torch.nan
+
+
+@pytest.mark.parametrize("name", ["tiny-qwen3-moe", "tiny-qwen3-moe-dense", "tiny-qwen3_5-moe"])
+def test_lengths_around_chunks_of_mixtures_equal_transformers(tiny, name):
+    folder = tiny(name)
+    prompts = list(good_prompts(folder, [1, 2, 3, 4, 63, 64, 65, 200], NUM_TOKENS).values())
+    with make_llm(folder, max_num_batched_tokens=70) as llm:
+        for _ in range(2):
+            expected = [hf_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
+            assert tokens_of(generate(llm, prompts)) == expected
+
+
+@pytest.mark.parametrize("options", [{"max_num_seqs": 1}, {"block_size": 1}, {"kernels": "ref"}])
+def test_children_and_prompt_logprobs_are_right(folder, options):
+    (prompt,) = good_prompts(folder, [21], NUM_TOKENS).values()
+    params = GREEDY.clone(n=3, prompt_logprobs=0)
+    with make_llm(folder, **options) as llm:
+        (output,) = generate(llm, [prompt], params)
+    expected = hf_greedy(folder, prompt, NUM_TOKENS)
+    assert [answer.token_ids for answer in output.outputs] == [expected] * 3
+    right = hf_logprobs(folder, prompt)
+    rows = zip(output.prompt_logprobs[1:], prompt[1:], strict=True)
+    found = [row[token].logprob for row, token in rows]
+    assert found == pytest.approx([float(right[t, i]) for t, i in enumerate(prompt[1:])], abs=1e-4)
 
 
 @pytest.mark.parametrize("kernels", ["ref", "auto"])

@@ -28,7 +28,7 @@ CPP_FILES = sorted(
 BUDGETS = {
     "llm.py": 260,
     "config.py": 120,
-    "model_config.py": 185,
+    "model_config.py": 190,
     "hybrid_config.py": 80,
     "positions.py": 60,
     "sampling_params.py": 120,
@@ -114,7 +114,7 @@ STAGES = {
 }
 # Names of an earlier stage that a later one does more with than annotate.
 EARLIER_NAMES_USED = {
-    ("graphs.py", "batch.Batch"): "Batch.dummy, to measure memory",
+    ("graphs.py", "batch.Batch"): "worst_batch, to measure memory",
     ("cuda_graphs.py", "batch.Batch"): "a static one, to capture with",
     ("model_runner.py", "scheduler.SampledTokens"): "the type of what it returns",
 }

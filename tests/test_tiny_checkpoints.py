@@ -33,7 +33,7 @@ def test_weights_are_random_enough(folder):
             assert 0.5 <= weight.min() < 0.8, name
             assert 1.2 < weight.max() <= 1.5, name
         elif name.endswith(("A_log", "dt_bias")):
-            assert weight.unique().numel() == weight.numel() == 4, name
+            assert weight.unique().numel() == weight.numel() >= 4, name
             assert weight.abs().max() <= 1, name
         else:
             assert 0.2 < weight.std() < 0.4, name

@@ -107,6 +107,7 @@ _QWEN3_5 = {
 # Half of a head is turned, and fast: a wrong position changes tokens within a few steps.
 _POSITIONS = {
     **_QWEN3_5,
+    "linear_num_value_heads": 16,  # rows of whole 32 bytes in any dtype: decoding is recorded
     "layer_types": ["linear_attention", "full_attention"] * 2,
     "rope_parameters": {
         "rope_type": "default",

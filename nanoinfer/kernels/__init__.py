@@ -6,6 +6,7 @@ signature, so a layer never asks which one it has. "ref" is plain PyTorch throug
 whole engine, slowly, and is what the others are compared with.
 """
 
+import importlib.util
 import logging
 from collections.abc import Callable
 from types import FunctionType
@@ -92,6 +93,8 @@ def select_kernels(device: torch.device, kernels: str, use_compile: bool) -> Ker
         respect_cpu_quota()
     if kernels == "auto":
         table = _cpu_kernels() if device.type == "cpu" else _cuda_kernels(device)
+    if device.type == "cuda" and importlib.util.find_spec("triton") is None:
+        use_compile = False  # torch.compile writes Triton there
     if use_compile:
         compiled = {op: _compile(getattr(Kernels(), op)) for op in _ELEMENTWISE}  # references
         table = table._replace(**compiled, recorder=None)

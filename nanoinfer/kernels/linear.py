@@ -182,6 +182,16 @@ def pack_never(weight: Tensor, scales: Tensor | None) -> PackedWeight | None:
     return None
 
 
+def if_readable(pack: Pack) -> Pack:
+    """Pack only into blocks, which an embedding can read and our own kernel multiplies."""
+
+    def pack_or_not(weight: Tensor, scales: Tensor | None) -> PackedWeight | None:
+        packed = pack(weight, scales)
+        return None if packed is None or packed.blocks is None else packed
+
+    return pack_or_not
+
+
 def rows_of_blocks(blocks: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` [T] of a packed weight, [T, K]: what a tied embedding reads."""
     units = blocks.view(torch.int32).squeeze(-1)  # [N/64, K/P, 64]

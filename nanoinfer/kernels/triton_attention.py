@@ -156,7 +156,8 @@ def paged_attention_triton(
         return out
     group, padded = H // KV, triton.next_power_of_2(D)
     is_decoding = T == S
-    rows = max(_DECODE_TILE if is_decoding else _TILE, triton.next_power_of_2(group))
+    is_small = is_decoding or q.dtype == torch.float32  # which takes the room of two
+    rows = max(_DECODE_TILE if is_small else _TILE, triton.next_power_of_2(group))
     splits = _num_splits(S * KV) if is_decoding else 1
     parts, sums = out, out
     if splits > 1:
@@ -166,7 +167,7 @@ def paged_attention_triton(
     _attend[(T // (rows // group) + S, KV, splits)](
         q, k_cache, v_cache, parts, sums, block_tables, seq_lens, cu_seqlens_q, scale, S, *strides,
         H=H, KV=KV, D=D, DP=padded, PAGE=page, ROWS=rows, NUM_SPLITS=splits,
-        **_launch_options(rows, padded),
+        **_launch_options(rows, padded, q.dtype),
     )  # fmt: skip
     if splits > 1:
         sizes = {"H": H, "D": D, "DP": padded, "NUM_SPLITS": splits}
@@ -174,8 +175,10 @@ def paged_attention_triton(
     return out
 
 
-def _launch_options(rows: int, padded: int) -> dict[str, int]:
+def _launch_options(rows: int, padded: int, dtype: torch.dtype) -> dict[str, int]:
     """What keeps all of it in registers (scripts/compile_kernels.py counts what is spilled)."""
+    if dtype == torch.float32:
+        return {"KEYS": 16, "num_warps": 4, "num_stages": 1}
     is_wide = padded > 128
     is_small = padded < 128 or (is_wide and rows == _DECODE_TILE)
     keys = _KEYS if padded == 128 else _KEYS // 2

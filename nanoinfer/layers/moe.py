@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from nanoinfer.hybrid_config import MoEConfig
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels import moe as kernel
+from nanoinfer.kernels.linear import Pack, PackedWeight, if_readable
 from nanoinfer.kernels.moe import PackExperts, Routing
 from nanoinfer.layers.activation import MLP
 from nanoinfer.layers.linear import Linear
@@ -36,6 +37,10 @@ def expert_target(name: str) -> tuple[str, str] | None:
 
 
 class Router(Linear):
+    def pack(self, pack: Pack) -> PackedWeight | None:
+        """Only for a kernel that hands its fp32 sums out."""
+        return super().pack(if_readable(pack))
+
     def logits(self, x: Tensor) -> Tensor:
         """x [T, E] -> [T, X] in fp32: near ties decide which experts run."""
         if self._packed is not None:

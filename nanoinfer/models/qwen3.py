@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels
-from nanoinfer.kernels.linear import Pack, PackedWeight
+from nanoinfer.kernels.linear import Pack, if_readable
 from nanoinfer.kernels.moe import PackExperts
 from nanoinfer.kernels.norm_rope_store import HeadNorms
 from nanoinfer.layers.attention import Attention, KVCache, KVCacheSpec
@@ -191,7 +191,7 @@ class CausalLM(nn.Module):
                     module.quantize(quantization)
                 if module is not head or not is_shared:
                     module.pack(pack)
-                elif (packed := module.pack(_if_readable(pack))) is not None:
+                elif (packed := module.pack(if_readable(pack))) is not None:
                     assert packed.blocks is not None, "it is readable"
                     embedding.read_from(packed.blocks)
 
@@ -219,13 +219,3 @@ class CausalLM(nn.Module):
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden [R, E] -> [R, V] in fp32: sampling compares small differences."""
         return self.lm_head.wide(hidden)
-
-
-def _if_readable(pack: Pack) -> Pack:
-    """Pack only into an order that an embedding can read."""
-
-    def pack_or_not(weight: Tensor, scales: Tensor | None) -> PackedWeight | None:
-        packed = pack(weight, scales)
-        return None if packed is None or packed.blocks is None else packed
-
-    return pack_or_not
