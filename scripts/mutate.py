@@ -994,9 +994,33 @@ MUTATIONS = [
     ),
     Mutation(
         "state_pool.py",
-        "if self._num_readers[slot] == 0:\n                self.forget(chain_id)",
-        "if True:\n                self.forget(chain_id)",
+        "if slot != NULL_SLOT and self._num_readers[slot] == 0:",
+        "if slot != NULL_SLOT:",
         "tests/test_scheduler_machine.py::test_invariants_hold_under_random_operations",
+    ),
+    Mutation(
+        "cpu_graphs.py",
+        "static.states.copy_(batch.states)",
+        "pass",
+        "tests/test_cpu_graphs.py::test_replayed_steps_give_the_tokens_of_the_layers",
+    ),
+    Mutation(
+        "cpu_graphs.py",
+        "static, inputs = self._make_static(batch), torch.zeros_like(embedded)",
+        "static, inputs = batch, embedded",
+        "tests/test_cpu_graphs.py::test_a_step_that_cannot_be_recorded_is_done_once",
+    ),
+    Mutation(
+        "cuda_graphs.py",
+        "target[..., values.shape[-1] :].zero_()",
+        "pass",
+        "tests/test_cuda_graphs.py::test_replays_leave_others_alone_and_give_the_same_tokens",
+    ),
+    Mutation(
+        "fp8.py",
+        "if all(n % BLOCK == 0 for n in cuts):",
+        "if False:",
+        "tests/test_fp8.py::test_kept_weights_are_the_checkpoints_values",
     ),
     Mutation(
         "state_pool.py",
