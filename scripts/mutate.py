@@ -429,7 +429,7 @@ MUTATIONS = [
         "tests/test_linear.py::test_one_packing_serves_every_number_of_rows",
     ),
     Mutation(
-        "models/qwen3.py",
+        "kernels/linear.py",
         "return None if packed is None or packed.blocks is None else packed",
         "return packed",
         "tests/test_linear.py::test_tied_head_stays_the_embeddings_matrix_where_no_blocks_are_known",
