@@ -1114,8 +1114,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels/moe.cpp",
-        "f(i, std::min(PANEL, first[e + 1] - i));",
-        "f(i, std::min<int64_t>(PANEL, first[e + 1] - first[e]));",
+        "for (int64_t i = first[e]; i < first[e + 1]; i += PANEL)",
+        "for (int64_t i = first[e]; i < first[e + 1]; i += 2 * PANEL)",
         "tests/test_moe.py::test_all_tokens_at_one_expert_are_more_than_a_panel",
     ),
     Mutation(
