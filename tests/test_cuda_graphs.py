@@ -118,7 +118,7 @@ def test_replays_leave_others_alone_and_give_the_same_tokens(tiny, name):
     for most in range(1, MAX_SEQS + 1):
         shared = copy(caches)
         graphs = graphs_of(model, shared, most)
-        for n in range(1, most + 1):
+        for n in range(most, 0, -1):  # what a larger batch left must not come back as padding
             for cache, original in zip(shared, caches, strict=True):
                 for tensor, value in zip(cache, original, strict=True):
                     tensor.copy_(value)

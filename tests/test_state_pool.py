@@ -198,6 +198,20 @@ def test_a_snapshot_dies_with_the_block_that_leads_to_it():
     assert states.num_free_slots == states.num_slots - 1
 
 
+def test_a_slot_is_not_free_while_somebody_is_about_to_read_it():
+    """Even when nobody can find it any more: its block was evicted."""
+    scheduler = make_scheduler()
+    states = scheduler.caches.states
+    seq = add(scheduler, range(10, 20))
+    run_step(scheduler)
+    assert seq.state.source == 1
+    states.forget(seq.chain_id)
+    assert 1 not in states._free
+    ((_, _, source, slot),) = run_step(scheduler)
+    assert (source, slot) == (1, 2)
+    assert 1 in states._free
+
+
 def test_abort_preemption_and_reset_give_slots_back():
     scheduler = make_scheduler()
     states = scheduler.caches.states
