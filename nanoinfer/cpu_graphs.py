@@ -2,8 +2,9 @@
 
 In: a model, its caches, a batch in which every sequence has one token. Out: hidden states [S, E].
 
-    first step with S sequences    run the layers on padding, record the kernels' calls
-    that one and every other       copy positions, slots, lengths and tables; replay the calls
+    very first step                run the layers on padding, to see if they can be recorded
+    first step with S sequences    run the layers on static inputs, record the kernels' calls
+    every other one                copy positions, slots, lengths and tables; replay the calls
 
 It is worth its while where layers take little time: a step of a small model with one sequence is
 half Python. Invariants: a replay is bit-equal to running the layers; recordings hold no weights,
@@ -54,32 +55,44 @@ class CpuGraphs:
     def run(self, batch: Batch) -> Tensor:
         """The same as the model itself; the result is overwritten by the next run."""
         embedded = self._model.embed(batch.input_ids)  # [S, E]
-        recording = self._recordings.get(batch.num_entries) or self._record(embedded, batch)
-        if recording is None:
+        recording = self._recordings.get(batch.num_entries)
+        if recording is not None:
+            self._recordings.move_to_end(batch.num_entries)
+            recording.embedded.copy_(embedded)
+            _refill(recording.batch, batch)
+            recording.tape.replay()
+            return recording.hidden
+        if not self._recordings and not self._try_padding(embedded, batch):
             return self._model.run_layers(embedded, batch, self._caches)
-        self._recordings.move_to_end(batch.num_entries)
-        recording.embedded.copy_(embedded)
-        _refill(recording.batch, batch)
-        recording.tape.replay()
-        return recording.hidden
+        return self._record(embedded, batch)
 
-    def _record(self, embedded: Tensor, batch: Batch) -> _Recording | None:
-        """Run padding: what is recorded is done, too, and must not touch anybody's cache."""
+    def _try_padding(self, embedded: Tensor, batch: Batch) -> bool:
+        """Find out whether the layers can be recorded, without touching anybody's cache.
+
+        What is recorded is done, too. If a batch were recorded until it turns out to be impossible,
+        and then run, a recurrent state would have been changed twice.
+        """
         static, inputs = self._make_static(batch), torch.zeros_like(embedded)
         try:
             with self._recorder.record() as tape:
-                hidden = self._model.run_layers(inputs, static, self._caches, tape.start_layer)
+                self._model.run_layers(inputs, static, self._caches, tape.start_layer)
         except RuntimeError as error:
             logger.debug("decoding runs layer by layer: %s", error)
             self._is_possible = False
-            return None
-        recording = _Recording(tape, static, inputs, hidden)
-        self._recordings[batch.num_entries] = recording
+        return self._is_possible
+
+    def _record(self, embedded: Tensor, batch: Batch) -> Tensor:
+        static = self._make_static(batch)
+        _refill(static, batch)
+        with self._recorder.record() as tape:
+            hidden = self._model.run_layers(embedded, static, self._caches, tape.start_layer)
+        self._recordings[batch.num_entries] = _Recording(tape, static, embedded, hidden)
         if len(self._recordings) > _MAX_RECORDINGS:
             self._recordings.popitem(last=False)
-        return recording
+        return hidden
 
     def _make_static(self, batch: Batch) -> Batch:
+        """Padding: sequences of no keys in the null block and the null slot."""
         tables = batch.block_tables.new_zeros(batch.num_entries, self._max_blocks)
         return dataclasses.replace(
             batch,
