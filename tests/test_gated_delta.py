@@ -1,5 +1,6 @@
 """The gated delta net: conv, rule and layer, against fp64 by hand and transformers' modules."""
 
+import dataclasses
 import functools
 from types import SimpleNamespace
 
@@ -7,13 +8,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from conftest import NEEDED, kernel_library
+from oracle import load_model
 from transformers import Qwen3_5TextConfig
 from transformers.models.qwen3_5 import modeling_qwen3_5 as hf
 
 from nanoinfer.batch import Batch
 from nanoinfer.graphs import worst_batch
 from nanoinfer.hybrid_config import DeltaConfig
-from nanoinfer.kernels import Kernels
+from nanoinfer.kernels import Kernels, select_kernels
 from nanoinfer.kernels.causal_conv import causal_conv_ref, make_causal_conv_cpu
 from nanoinfer.kernels.gated_delta import (
     CHUNK,
@@ -24,6 +26,9 @@ from nanoinfer.kernels.gated_delta import (
 )
 from nanoinfer.kernels.sigmoid_mul import make_sigmoid_mul_cpu, sigmoid_mul_ref
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet, StateCache
+from nanoinfer.loader import load_weights
+from nanoinfer.model_config import ModelConfig
+from nanoinfer.models.qwen3 import CausalLM
 
 BF16, FP32 = torch.bfloat16, torch.float32
 FORMS = ["ref", "chunks", "native", *NEEDED]
@@ -295,6 +300,38 @@ def test_sigmoid_mul_refuses_what_the_kernel_cannot_take():
     for bad in ((x, x.bfloat16()), (x, x[..., :4]), (x.transpose(0, 1), x.transpose(0, 1))):
         with pytest.raises(ValueError, match=r"got .*need "):
             gate(*bad)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kernels", ["ref", "auto"])
+@pytest.mark.parametrize("chunks", [[1], [30], [7, 1, 22]])
+def test_gated_attention_equals_transformers(tiny, chunks, kernels):
+    """Query and gate head by head, norms of 1 + w, a quarter of each head turned."""
+    folder = tiny("tiny-qwen3_5")
+    theirs, T = load_model(folder).model, sum(chunks)
+    torch.manual_seed(0)
+    x = torch.randn(T, 64)
+    angles = theirs.rotary_emb(x[None], torch.arange(T)[None, None].expand(3, 1, -1))
+    mask = torch.full((T, T), -torch.inf).triu(1)[None, None]
+    expected, _ = theirs.layers[3].self_attn(x[None], angles, mask)
+    table = select_kernels(torch.device("cpu"), kernels, False)
+    cpu = torch.device("cpu")
+    ours = CausalLM(ModelConfig.from_hf(folder), 64, table, dtype=FP32, device=cpu)
+    load_weights(ours, folder, tie=False)
+    layer, found, start = ours.model.layers[3].self_attn, [], 0
+    cache = layer.cache_spec.allocate(1 + -(-T // 4), 4, cpu)
+    for n in chunks:
+        numbers = torch.arange(start, start + n)
+        batch = dataclasses.replace(
+            worst_batch(n, n, 4, cpu),
+            positions=numbers,
+            slot_mapping=4 + numbers,
+            seq_lens=torch.tensor([start + n], dtype=torch.int32),
+            block_tables=torch.arange(1, 1 + -(-T // 4), dtype=torch.int32)[None],
+        )
+        found.append(layer(x[start : start + n], cache, batch, None))
+        start += n
+    torch.testing.assert_close(torch.cat(found), expected[0], rtol=1e-5, atol=1e-5)
 
 
 # -- the layer ------------------------------------------------------------------------------------
