@@ -23,7 +23,7 @@ KERNELS = {
     "ref": {"kernels": "ref"},
     "compiled": {"kernels": "ref", "compile": True},
 }
-TINY = ("tiny-qwen3", "tiny-qwen2", "tiny-llama")
+TINY = ("tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen3-moe", "tiny-qwen3_5")
 TINY_LEN = 200  # tokens of a sequence: within the tiny models' max_position
 
 
