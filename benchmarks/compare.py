@@ -43,8 +43,8 @@ from rounds import ENGINES, Round, make_engines, run_rounds
 from shapes import SHAPES, make_checkpoint
 from works import BATCHES, WORKS, Task
 
+from nanoinfer.checkpoint import find_checkpoint
 from nanoinfer.config import DTYPES
-from nanoinfer.loader import find_checkpoint
 from nanoinfer.model_config import ModelConfig
 
 _RIVALS = {"llama_cpp_q8_0": "nanoinfer_int8"}  # whose rate is compared; of all others: nanoinfer

@@ -33,9 +33,9 @@ import torch
 import yaml
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoint import find_checkpoint
 from nanoinfer.demo import demo_model
 from nanoinfer.kernels.build import cache_home
-from nanoinfer.loader import find_checkpoint
 from nanoinfer.tokenizer import Tokenizer
 
 NUM_TOKENS, WINDOW = 20_000, 1024

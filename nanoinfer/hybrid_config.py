@@ -68,12 +68,3 @@ def layer_types(hf: Any) -> tuple[str, ...]:
     """full_attention or linear_attention, for each layer."""
     types = getattr(hf, "layer_types", None)
     return tuple(types or ["full_attention"] * hf.num_hidden_layers)
-
-
-def too_many_experts(config: dict) -> int | None:
-    """num_experts_per_tok, where it is more than there are."""
-    chosen = config.get("num_experts_per_tok")
-    experts = config.get("num_experts", config.get("num_local_experts"))
-    if not isinstance(chosen, int) or not isinstance(experts, int):
-        return None
-    return chosen if chosen > max(experts, 1) else None

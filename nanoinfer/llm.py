@@ -26,8 +26,8 @@ from tqdm import tqdm
 
 from nanoinfer.batch import Batch
 from nanoinfer.caches import make_pools
+from nanoinfer.checkpoint import find_checkpoint
 from nanoinfer.config import EngineConfig
-from nanoinfer.loader import find_checkpoint
 from nanoinfer.model_config import ModelConfig, as_list, load_generation_config
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.outputs import EngineStats, RequestOutput

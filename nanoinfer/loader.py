@@ -1,27 +1,23 @@
-"""From "model" as the user wrote it to a folder, and from the folder's safetensors to a model.
+"""From a folder's safetensors to a model.
 
-In: a folder, a GGUF file or a hub id; an empty model whose modules carry the checkpoint's names.
-Out: the folder; the same model with every parameter filled exactly once.
+In: an empty model whose modules carry the checkpoint's names; the folder. Out: the same model with
+every parameter filled exactly once.
 
     checkpoint                                   model
     model.layers.0.self_attn.q_proj.weight  -->  model.layers.0.self_attn.qkv_proj.weight[:q]
     model.layers.0.self_attn.k_proj.weight  -->                                     [q : q + k]
 
-Invariants: only files that the index names are read; a missing shard, a missing or an unexpected
-tensor, a truncated file or an LFS pointer is an error that names it. Nothing is unpickled, nothing
-reaches the network unless the user gave a hub id.
+Invariant: a missing or an unexpected tensor, or one of another shape, is an error that names it.
 """
 
-import json
-import os
 import re
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from nanoinfer.checkpoint import find_files, open_safetensors
 from nanoinfer.fp8 import SCALE, dequantize, load_blocks, read_scales, whole_layers
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.moe import WHOLE_EXPERTS, Experts, expert_target
@@ -40,38 +36,6 @@ _FUSED = {
 # Old Llama files hold what is computed here. Images and drafts (MTP) are not read.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^model\.visual\.|^mtp\.|\.weight_scale_inv$")
 _PREFIX = re.compile(r"^model\.language_model\.")  # of the part that writes, where one sees too
-_HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[\w.-]+$")
-_HUB_FILES = ["*.json", "*.jinja", "*.txt", "tokenizer.model"]
-
-
-def find_checkpoint(model: str | Path, with_weights: bool = True) -> Path:
-    """Folder of a model: the folder itself, a converted GGUF file, or a hub id's snapshot.
-
-    `with_weights=False` downloads no weights from the hub: a tokenizer needs none.
-    Raises ValueError when there is none.
-    """
-    path = Path(model).expanduser()
-    name = str(model)
-    if name and os.path.isdir(path):
-        return path
-    if path.suffix == ".gguf" and os.path.isfile(path):
-        from nanoinfer.gguf import convert_gguf
-
-        return convert_gguf(path)
-    if not _HUB_ID.match(name) or path.suffix == ".gguf" or os.path.isfile(path):
-        what = "is a file" if os.path.isfile(path) else "is not there"
-        need = "need a folder, a .gguf file or a hub id (owner/name)"
-        raise ValueError(f"model: {name!r:.200} {what}; {need}")
-    from huggingface_hub import snapshot_download
-
-    try:
-        files = _HUB_FILES + ["*.safetensors"] * with_weights
-        return Path(snapshot_download(name, allow_patterns=files))
-    except Exception as error:
-        raise ValueError(
-            f"model: {name!r} is no local folder, and could not be had from the hub "
-            f"({type(error).__name__}); check the id and the network, or pass a local folder"
-        ) from error
 
 
 def load_weights(model: nn.Module, folder: Path, tie: bool, keep_fp8: bool = False) -> None:
@@ -79,13 +43,13 @@ def load_weights(model: nn.Module, folder: Path, tie: bool, keep_fp8: bool = Fal
 
     FP8 weights are dequantised, or with `keep_fp8` kept where a linear layer takes them.
     """
-    files = _find_files(folder)
+    files = find_files(folder)
     parameters = dict(model.named_parameters())
     missing = {(name, part) for name in parameters for part in _parts(model, name)}
-    scales = read_scales([_open(path) for path in files])
+    scales = read_scales([open_safetensors(path) for path in files])
     kept = whole_layers(model, {_target(name) for name in scales}) if keep_fp8 else set()
     for path in files:
-        with _open(path) as file:
+        with open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a dict)
                 if _IGNORED.search(name):
                     continue
@@ -117,41 +81,6 @@ def load_weights(model: nn.Module, folder: Path, tie: bool, keep_fp8: bool = Fal
         raise ValueError(
             f"{folder}: {name!r} is missing, in all {len(missing)} tensor(s); download it again"
         )
-
-
-def _find_files(folder: Path) -> list[Path]:
-    """The safetensors files of a checkpoint, all of them present."""
-    index = folder / "model.safetensors.index.json"
-    if index.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, LookupError, TypeError, AttributeError) as error:
-            raise ValueError(f"{index}: not an index of tensors; download it again") from error
-        for name in names:
-            if not (folder / name).is_file():
-                raise ValueError(
-                    f"{folder / name}: missing, but {index.name} names it; download it"
-                )
-        return [folder / name for name in names]
-    found = sorted(folder.glob("*.safetensors"))
-    if (folder / "model.safetensors").is_file():
-        return [folder / "model.safetensors"]
-    if len(found) == 1:
-        return found
-    problem = f"{len(found)} safetensors files but no {index.name}" if found else "no safetensors"
-    raise ValueError(f"{folder}: {problem}; pickled .bin files are not read, convert them first")
-
-
-def _open(path: Path) -> safe_open:
-    try:
-        return safe_open(path, framework="pt")
-    except SafetensorError as error:
-        with path.open("rb") as file:
-            is_pointer = file.read(11) == b"version htt"
-        problem = "a Git LFS pointer, not the weights; run `git lfs pull`"
-        if not is_pointer:
-            problem = f"not a whole safetensors file ({error}); download it again"
-        raise ValueError(f"{path}: {problem}") from error
 
 
 def _target(name: str) -> tuple[str, str]:

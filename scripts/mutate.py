@@ -63,7 +63,7 @@ MUTATIONS = [
         "tests/test_config.py::test_facts",
     ),
     Mutation(
-        "model_config.py",
+        "unsupported.py",
         '("mlp_bias", lambda c: c.get("mlp_bias") or None, "false"),',
         "",
         "tests/test_config.py::test_unsupported_is_refused_by_name",
@@ -81,7 +81,7 @@ MUTATIONS = [
         "tests/test_loader.py::test_head_is_tied_as_in_transformers",
     ),
     Mutation(
-        "loader.py",
+        "checkpoint.py",
         'is_pointer = file.read(11) == b"version htt"',
         "is_pointer = False",
         "tests/test_loader.py::test_git_lfs_pointer",

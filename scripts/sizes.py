@@ -19,9 +19,9 @@ FILES = [
     "llm.py",
     "config.py",
     "sampling_params.py",
-    "loader.py",
+    "checkpoint.py, loader.py, fp8.py",
     "*_config.py",
-    "fp8.py",
+    "unsupported.py",
     "gguf.py",
     "demo.py",
     "prompts.py",
@@ -44,6 +44,7 @@ FILES = [
     "outputs.py",
 ]
 _GROUPS = {
+    "checkpoint.py, loader.py, fp8.py": "From a model's name to its folder, from tensors to a model",
     "*_config.py": "What the checkpoint is: facts, read from its config.json",
     "*graphs.py": "Decoding without Python between kernels: recorded on a CPU, captured on a GPU",
     "layers/*": "A part of a decoder layer a file: linear, norm, rotary, attention, delta net, ...",
@@ -83,7 +84,8 @@ def table() -> str:
     rows = ["| file | what it does | lines |", "| --- | --- | ---: |"]
     for name in FILES:
         if name in _GROUPS:
-            paths = sorted(p for p in PACKAGE.glob(name) if p.is_file())
+            found = (path for part in name.split(", ") for path in PACKAGE.glob(part))
+            paths = sorted(path for path in found if path.is_file())
             what = _GROUPS[name]
         else:
             paths = [PACKAGE / name]

@@ -16,8 +16,9 @@ from torch import Tensor
 from transformers import Qwen3_5Config, Qwen3_5ForConditionalGeneration, Qwen3_5TextConfig
 
 from nanoinfer import LLM, SamplingParams
+from nanoinfer.checkpoint import find_checkpoint
 from nanoinfer.kernels import Kernels
-from nanoinfer.loader import find_checkpoint, load_weights
+from nanoinfer.loader import load_weights
 from nanoinfer.model_config import ModelConfig
 from nanoinfer.models.qwen3 import CausalLM
 

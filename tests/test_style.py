@@ -28,8 +28,9 @@ CPP_FILES = sorted(
 BUDGETS = {
     "llm.py": 260,
     "config.py": 120,
-    "model_config.py": 190,
+    "model_config.py": 160,
     "hybrid_config.py": 80,
+    "unsupported.py": 80,
     "positions.py": 60,
     "sampling_params.py": 120,
     "prompts.py": 80,
@@ -48,6 +49,7 @@ BUDGETS = {
     "cuda_graphs.py": 150,
     "graphs.py": 80,
     "loader.py": 150,
+    "checkpoint.py": 100,
     "fp8.py": 60,
     "gguf.py": 190,
     "demo.py": 80,
@@ -76,7 +78,7 @@ TEXT_PATH = [
     *("layers/linear.py", "layers/rotary_embedding.py", "layers/layernorm.py"),
     *("layers/attention.py", "layers/activation.py", "layers/parameter.py", "models/qwen3.py"),
 ]
-TEXT_PATH_BUDGET = 2400
+TEXT_PATH_BUDGET = 2300
 MAX_FUNCTION_LINES = 40
 MAX_MEDIAN_TOKENS = 9  # a line, in the whole package
 MAX_MEDIAN_TOKENS_OF_A_FILE = 15  # formulas are denser than the rest, Triton's most
@@ -100,6 +102,7 @@ STAGES = {
     "cuda_graphs": 4,
     "graphs": 4,
     "loader": 4,
+    "checkpoint": 4,
     "fp8": 4,
     "sampler": 4,
     "models": 5,
@@ -108,6 +111,7 @@ STAGES = {
     "config": 8,
     "model_config": 8,
     "hybrid_config": 8,
+    "unsupported": 8,
     "positions": 8,
     "sampling_params": 8,
     "outputs": 8,
