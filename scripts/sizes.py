@@ -44,7 +44,7 @@ FILES = [
     "outputs.py",
 ]
 _GROUPS = {
-    "checkpoint.py, loader.py, fp8.py": "From a model's name to its folder, from tensors to a model",
+    "checkpoint.py, loader.py, fp8.py": "From a model's name to a folder, from tensors to a model",
     "*_config.py": "What the checkpoint is: facts, read from its config.json",
     "*graphs.py": "Decoding without Python between kernels: recorded on a CPU, captured on a GPU",
     "layers/*": "A part of a decoder layer a file: linear, norm, rotary, attention, delta net, ...",
