@@ -28,8 +28,6 @@ from nanoinfer.positions import join
 from nanoinfer.scheduler import ScheduledSequence
 from nanoinfer.sequence import Sequence
 
-NULL_SLOT = 0  # a slot of block 0, which no sequence owns
-
 
 class Entries(NamedTuple):
     """Sparse values to apply to single logits: value[i] at [row[i], token_id[i]]."""

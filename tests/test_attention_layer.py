@@ -17,7 +17,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 from transformers.models.qwen3_5 import modeling_qwen3_5
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig
 
-from nanoinfer.batch import NULL_SLOT, Batch
+from nanoinfer.batch import Batch
 from nanoinfer.graphs import worst_batch
 from nanoinfer.kernels import Kernels, select_kernels
 from nanoinfer.kernels.norm_rope_store import HeadNorms, norm_rope_ref, norm_rope_store_ref
@@ -283,7 +283,7 @@ def test_padding_touches_the_null_block_only(kernels):
     batch = dataclasses.replace(
         batch,
         positions=F.pad(batch.positions, (0, num_pads)),
-        slot_mapping=F.pad(batch.slot_mapping, (0, num_pads), value=NULL_SLOT),
+        slot_mapping=F.pad(batch.slot_mapping, (0, num_pads), value=0),
         cu_seqlens_q=F.pad(batch.cu_seqlens_q, (0, 1), value=T),  # and a sequence of length 0
         seq_lens=F.pad(batch.seq_lens, (0, 1)),
         block_tables=F.pad(batch.block_tables, (0, 0, 0, 1)),

@@ -9,6 +9,7 @@
 #include <algorithm>
 #include <vector>
 
+#include "places.h"
 #include "simd.h"
 
 namespace {
@@ -20,17 +21,7 @@ template <class T> struct Conv {
   const T* x;
   const float* weight;
   const int32_t *cu_seqlens_q, *sources, *slots;
-  int64_t S, num_tokens, C, K, num_slots, stride;
-
-  int64_t find_invalid() const {
-    for (int64_t s = 0; s < S; s++) {
-      const bool ok = sources[s] >= 0 && sources[s] < num_slots && slots[s] >= 0 &&
-                      slots[s] < num_slots && cu_seqlens_q[s] <= cu_seqlens_q[s + 1] &&
-                      cu_seqlens_q[0] >= 0 && cu_seqlens_q[s + 1] <= num_tokens;
-      if (!ok) return s;
-    }
-    return -1;
-  }
+  int64_t C, K, stride;
 
   // Channels c .. c + n of sequence s. kept: K - 1 rows of n, a copy: the slot may be written.
   void run(int64_t s, int64_t c, int64_t n, T* kept) const {
@@ -86,9 +77,9 @@ extern "C" int64_t nanoinfer_causal_conv(int is_bf16, void* y, void* state, cons
                                          int64_t stride, int threads) {
   const auto run = [&](auto* typed) {
     using E = std::remove_pointer_t<decltype(typed)>;
-    const Conv<E> conv{typed, (E*)state, (const E*)x, weight,    cu_seqlens_q, sources,
-                       slots, S,         T,           C,         K,            num_slots, stride};
-    const int64_t invalid = conv.find_invalid();
+    const Conv<E> conv{typed,   (E*)state, (const E*)x, weight, cu_seqlens_q,
+                       sources, slots,     C,           K,      stride};
+    const int64_t invalid = first_invalid(cu_seqlens_q, sources, slots, S, T, num_slots);
     if (invalid >= 0) return invalid;
     const int64_t parts = (C + CHANNELS - 1) / CHANNELS;
 #pragma omp parallel num_threads(threads) if (S * parts > 1)

@@ -18,6 +18,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "places.h"
 #include "simd.h"
 
 namespace {
@@ -69,18 +70,8 @@ template <class T> struct Delta {
   const T *q, *k, *v, *a, *b;
   const float *A_log, *dt_bias;
   const int32_t *cu_seqlens_q, *sources, *slots;
-  int64_t S, num_tokens, HK, HV, DK, DV, num_slots;
+  int64_t HK, HV, DK, DV;
   int64_t q_stride, k_stride, v_stride, a_stride, b_stride;
-
-  int64_t find_invalid() const {
-    for (int64_t s = 0; s < S; s++) {
-      const bool ok = sources[s] >= 0 && sources[s] < num_slots && slots[s] >= 0 &&
-                      slots[s] < num_slots && cu_seqlens_q[s] <= cu_seqlens_q[s + 1] &&
-                      cu_seqlens_q[0] >= 0 && cu_seqlens_q[s + 1] <= num_tokens;
-      if (!ok) return s;
-    }
-    return -1;
-  }
 
   // x of length 1, times `scale`.
   void normalise(const T* x, float scale, float* to) const {
@@ -165,9 +156,9 @@ extern "C" int64_t nanoinfer_gated_delta(
     using E = std::remove_pointer_t<decltype(typed)>;
     const Delta<E> delta{
         typed, state, (const E*)q, (const E*)k, (const E*)v, (const E*)a, (const E*)b, A_log,
-        dt_bias, cu_seqlens_q, sources, slots, S, T, HK, HV, DK, DV, num_slots, q_stride,
-        k_stride, v_stride, a_stride, b_stride};
-    const int64_t invalid = delta.find_invalid();
+        dt_bias, cu_seqlens_q, sources, slots, HK, HV, DK, DV, q_stride, k_stride,
+        v_stride, a_stride, b_stride};
+    const int64_t invalid = first_invalid(cu_seqlens_q, sources, slots, S, T, num_slots);
     if (invalid >= 0) return invalid;
 #pragma omp parallel num_threads(threads) if (S * HV > 1)
     {
