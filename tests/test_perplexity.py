@@ -28,8 +28,8 @@ def test_perplexity_is_transformers(tiny_qwen3: Path) -> None:
         losses += (-logprobs.gather(-1, window[1:, None])).flatten().tolist()
     assert len(losses) == len(ids) - 5
     with LLM(tiny_qwen3, dtype="float32") as llm:
-        found = perplexity.perplexity(llm, ids, 24)
-    assert found == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
+        found = perplexity.Quality(perplexity.logprobs(llm, ids, 24), [])
+    assert found.perplexity == pytest.approx(math.exp(sum(losses) / len(losses)), rel=1e-4)
 
 
 def test_agreement_ends_at_the_first_difference() -> None:
@@ -53,7 +53,7 @@ def test_both_runs_answer_the_same_prompts(
     assert first.perplexity == pytest.approx(second.perplexity, rel=1e-4)
     assert [len(answer) for answer in first.answers] == [8] * 4
     assert perplexity.agreement(first.answers, second.answers).same_tokens > 0.9
-    section = perplexity.describe("tiny", "int8", first, second)
+    section = perplexity.describe("tiny", "weights", "--x", first, {"int8": second})
     assert f"| int8 | {second.perplexity:.4f} |" in section
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from nanoinfer.kernels.build import pointers
+from nanoinfer.kernels.quantized_kv import KVScales, hadamard, quantize_heads
 from nanoinfer.kernels.rms_norm import rms_norm_ref
 from nanoinfer.kernels.rotary import Rope, bad_position, check_rope, rope_axes, rotary_ref
 from nanoinfer.kernels.store_kv import bad_slot, check_store, store_kv_ref
@@ -63,9 +64,19 @@ def make_norm_rope_store(norm_rope: NormRope, store_kv: Callable[..., None]) -> 
         k_cache: Tensor,  # [num_blocks, block_size, KV, D]
         v_cache: Tensor,  # [num_blocks, block_size, KV, D]
         slot_mapping: Tensor,  # [T] int64
+        scales: KVScales | None = None,  # of a cache in 8 bits
     ) -> Tensor:
         q, k = norm_rope(q, k, norms, positions, rope)
-        store_kv(k, v, k_cache, v_cache, slot_mapping)
+        if scales is None:
+            store_kv(k, v, k_cache, v_cache, slot_mapping)
+            return q
+        if scales.is_rotated:
+            q, k, v = hadamard(q).to(q.dtype), hadamard(k), hadamard(v)
+        (k, k_scales), (v, v_scales) = (quantize_heads(x, k_cache.dtype) for x in (k, v))
+        values = (x.view(torch.int8) for x in (k, v, k_cache, v_cache))  # bytes are bytes
+        store_kv(*values, slot_mapping)
+        scales.k.flatten(0, 1).index_copy_(0, slot_mapping, k_scales)
+        scales.v.flatten(0, 1).index_copy_(0, slot_mapping, v_scales)
         return q
 
     return norm_rope_store
@@ -81,8 +92,8 @@ def make_norm_rope_store_cpu(library: ctypes.CDLL, threads: int) -> NormRopeStor
     row in the table and for slots outside the cache, before anything is written.
     """
     kernel = library.nanoinfer_norm_rope_store
-    tensor_types, sizes = [ctypes.c_void_p] * 12, [ctypes.c_int64] * 14
-    kernel.argtypes = [*[ctypes.c_int] * 3, *tensor_types, *sizes, ctypes.c_float, ctypes.c_int]
+    tensor_types, sizes = [ctypes.c_void_p] * 14, [ctypes.c_int64] * 14
+    kernel.argtypes = [*[ctypes.c_int] * 5, *tensor_types, *sizes, ctypes.c_float, ctypes.c_int]
     kernel.restype = ctypes.c_int64
 
     def norm_rope_store_cpu(
@@ -95,15 +106,19 @@ def make_norm_rope_store_cpu(library: ctypes.CDLL, threads: int) -> NormRopeStor
         k_cache: Tensor,
         v_cache: Tensor,
         slot_mapping: Tensor,
+        scales: KVScales | None = None,
     ) -> Tensor:
         check_rope(positions, q, k, rope)
-        check_store(k, v, k_cache, v_cache, slot_mapping)
+        check_store(k, v, k_cache, v_cache, slot_mapping, scales)
+        k_scales, v_scales, is_rotated = scales or (None, None, False)
         weights, eps = _weights(norms, q)
         out = torch.empty(q.shape, dtype=q.dtype)
         is_fp32 = weights[0] is not None and weights[0].dtype == torch.float32
-        flags = q.dtype == torch.bfloat16, is_fp32, rope.is_interleaved
-        tensors = (out, k_cache, v_cache, q, k, v, *weights, positions, rope_axes(positions, rope))
-        addresses = pointers(*tensors, rope.cos_sin, slot_mapping)
+        is_e4m3 = k_cache.dtype == torch.float8_e4m3fn
+        flags = (q.dtype == torch.bfloat16, is_fp32, rope.is_interleaved, is_e4m3, is_rotated)
+        caches = (k_cache, v_cache, k_scales, v_scales)
+        where = (positions, rope_axes(positions, rope), rope.cos_sin, slot_mapping)
+        addresses = pointers(out, *caches, q, k, v, *weights, *where)
         (T, H, D), num_slots = q.shape, k_cache.shape[0] * k_cache.shape[1]
         sizes = (T, H, k.shape[1], D, *rope.cos_sin.shape, rope.offset, num_slots)
         strides = (*q.stride()[:2], *k.stride()[:2], *v.stride()[:2])

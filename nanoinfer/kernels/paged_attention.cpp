@@ -37,7 +37,7 @@
 #include <omp.h>
 #endif
 
-#include "simd.h"
+#include "heads.h"
 
 namespace {
 
@@ -172,9 +172,17 @@ struct Item {
   int64_t results;      // where its results go, if they are to be joined with other parts'
 };
 
+// A cache in 8 bits: its scales, and whether heads lie there turned (quantized_kv.py).
+struct Scales {
+  const float *k, *v;
+  int is_e4m3, is_rotated;
+};
+
 template <class T> struct Attention {
   T* out;
-  const T *q, *k_cache, *v_cache;
+  const T* q;
+  const void *k_cache, *v_cache;
+  Scales scales;
   const int32_t *block_tables, *seq_lens, *cu_seqlens_q;
   int64_t num_tokens, S, M, num_blocks, B, H, KV, D, q_stride;
   float scale;
@@ -243,15 +251,17 @@ template <class T> struct Attention {
     T* queries = (T*)scratch;  // [KV][R][D]
     vf* products = (vf*)(scratch + KV * R * D);  // [KV][R][W]
     float *s = (float*)(products + KV * R * W), decay[R];
+    T* widened = (T*)(s + R * KEYS);
     for (int64_t kv = 0; kv < KV; kv++) {
       begin(it, results[kv]);
       for (int r = 0; r < R; r++)
         std::copy(query(it, kv, r), query(it, kv, r) + D, queries + (kv * R + r) * D);
     }
-    const T *k[W + AHEAD], *v[W + AHEAD];
+    const int count = scales.k ? W : W + AHEAD;  // what is widened is near
+    const T *k[W + AHEAD] = {}, *v[W + AHEAD];
     for (int64_t begin = it.key_begin; begin < it.key_end; begin += W) {
       const int n = std::min<int64_t>(W, it.key_end - begin);
-      find_keys(it, begin, W + AHEAD, k, v);
+      find_keys(it, begin, count, 0, KV, k, v, widened);
       for (int key = 0; key < W; key++)
         for (int64_t kv = 0; kv < KV; kv++) {
           for (int64_t d = kv * D; d < (kv + 1) * D; d += 64 / sizeof(T)) {
@@ -276,6 +286,7 @@ template <class T> struct Attention {
   void attend_tile(const Item& it, int64_t kv, float* scratch, float* result) const {
     unit *queries = (unit*)scratch, *wide_v = queries + ROWS * width;
     float *s = (float*)(wide_v + KEYS * width), *decay = s + KEYS * ROWS;
+    T* widened = (T*)(decay + ROWS);
     float *o = result, *m = o + it.rows * width, *l = m + ROWS;
     const int rows = it.rows, lanes = (rows + W - 1) / W * W;
     begin(it, result);
@@ -287,8 +298,7 @@ template <class T> struct Attention {
     for (int key = 0; key < KEYS; key++) units_of_v[key] = wide_v + key * width;
     for (int64_t begin = it.key_begin; begin < it.key_end; begin += KEYS) {
       const int n = std::min<int64_t>(KEYS, it.key_end - begin);
-      find_keys(it, begin, KEYS, k, v);
-      for (int key = 0; key < KEYS; key++) k[key] += kv * D, v[key] += kv * D;
+      find_keys(it, begin, KEYS, kv, 1, k, v, widened);
       for (int key = 0; key < n; key += P<T>) make_units(v + key, wide_v + key / P<T> * width);
       int r = 0;
       for (; r + W < lanes; r += 2 * W)
@@ -311,8 +321,10 @@ template <class T> struct Attention {
         std::memcpy(out + d, v[0] + d, 4);
   }
 
-  // The first kv head of each of `count` keys from `begin` on. Behind the end: any k, no v.
-  void find_keys(const Item& it, int64_t begin, int count, const T** k, const T** v) const {
+  // `heads` kv heads, from `kv` on, of each of `count` keys from `begin` on. Behind the end: any k,
+  // no v. Of a cache in 8 bits, copies in `widened` [count][2][heads * D].
+  void find_keys(const Item& it, int64_t begin, int count, int64_t kv, int64_t heads, const T** k,
+                 const T** v, T* widened) const {
     const int32_t* block = block_tables + it.sequence * M + begin / B;
     int64_t slot = begin % B;
     for (int key = 0; key < count; key++) {
@@ -320,10 +332,28 @@ template <class T> struct Attention {
         k[key] = k[key - 1], v[key] = zeros.data();  // 0 times it is no NaN
         continue;
       }
-      const int64_t offset = (*block * B + slot) * KV * D;
-      k[key] = k_cache + offset, v[key] = v_cache + offset;
+      const int64_t head = (*block * B + slot) * KV + kv;
       if (++slot == B) slot = 0, block++;
+      if (scales.k) {
+        k[key] = widened, v[key] = widened + heads * D;
+        for (int64_t i = head; i < head + heads; i++, widened += D) widen(i, widened, heads * D);
+        widened += heads * D;
+      } else {
+        k[key] = (const T*)k_cache + head * D, v[key] = (const T*)v_cache + head * D;
+      }
     }
+  }
+
+  // Key and value of a head of a token, `apart` from each other.
+  void widen(int64_t head, T* out, int64_t apart) const {
+    const auto both = [&](auto* k, auto* v) {
+      widen_head(k + head * D, scales.k[head], D, out);
+      widen_head(v + head * D, scales.v[head], D, out + apart);
+    };
+    if (scales.is_e4m3)
+      both((const e4m3*)k_cache, (const e4m3*)v_cache);
+    else
+      both((const int8_t*)k_cache, (const int8_t*)v_cache);
   }
 
   //     key:             4 5 6 7
@@ -352,6 +382,7 @@ template <class T> struct Attention {
         total += result[l + r] * worth;
         for (int64_t d = 0; d < D; d++) scratch[d] += result[r * width + d] * worth;
       }
+      if (scales.is_rotated) hadamard(scratch, D);
       const float factor = total == 0 ? 0 : 1 / total;  // a padding row sees no key
       T* row = out + (token(it, r) * H + head(it, kv, r)) * D;
       for (int64_t d = 0; d < D; d++) narrow(scratch[d] * factor, row + d);
@@ -372,13 +403,14 @@ template <class T> struct Attention {
     };
 #pragma omp parallel num_threads(threads) if (count > 1)
     {
-      const int64_t scratch_floats =
-          std::max((ROWS + KEYS) * width + KEYS * ROWS + ROWS,
-                   KV * STREAM_ROWS * (D + W * W) + STREAM_ROWS * KEYS);
+      const int64_t work_floats = std::max((ROWS + KEYS) * width + KEYS * ROWS + ROWS,
+                                           KV * STREAM_ROWS * (D + W * W) + STREAM_ROWS * KEYS);
+      const int64_t widened_floats = scales.k ? 2 * std::max(KEYS * D, KV * W * D) : 0;
+      const int64_t scratch_floats = work_floats + widened_floats;
       const int64_t own_floats = std::max(result_floats(ROWS), KV * result_floats(STREAM_ROWS));
       const Floats scratch = allocate(scratch_floats + own_floats);
       // Dimensions from D on stay 0. Lanes without a row may hold anything: lanes never mix.
-      std::fill(scratch.get(), scratch.get() + scratch_floats, 0.f);
+      std::fill(scratch.get(), scratch.get() + work_floats, 0.f);
       std::vector<float*> targets(KV);
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < count; i++) {
@@ -410,15 +442,17 @@ template <class T> struct Attention {
 }  // namespace
 
 // Returns -1, or the first sequence whose lengths or blocks are out of bounds.
+// k_scales, v_scales: null unless the cache is in 8 bits.
 extern "C" int64_t nanoinfer_paged_attention(
-    int is_bf16, void* out, const void* q, const void* k_cache, const void* v_cache,
-    const int32_t* block_tables, const int32_t* seq_lens, const int32_t* cu_seqlens_q, int64_t T,
+    int is_bf16, int is_e4m3, int is_rotated, void* out, const void* q, const void* k_cache,
+    const void* v_cache, const float* k_scales, const float* v_scales, const int32_t* block_tables, const int32_t* seq_lens, const int32_t* cu_seqlens_q, int64_t T,
     int64_t S, int64_t M, int64_t num_blocks, int64_t B, int64_t H, int64_t KV, int64_t D,
     int64_t q_stride, float scale, int threads) {
   const auto run = [&](auto* typed) {
     using E = std::remove_pointer_t<decltype(typed)>;
-    return Attention<E>{typed, (const E*)q, (const E*)k_cache, (const E*)v_cache, block_tables,
-                        seq_lens, cu_seqlens_q, T, S, M, num_blocks, B, H, KV, D, q_stride,
+    const Scales scales{k_scales, v_scales, is_e4m3, is_rotated};
+    return Attention<E>{typed, (const E*)q, k_cache, v_cache, scales, block_tables, seq_lens,
+                        cu_seqlens_q, T, S, M, num_blocks, B, H, KV, D, q_stride,
                         scale}.run(threads);
   };
   return is_bf16 ? run((bf16*)out) : run((float*)out);

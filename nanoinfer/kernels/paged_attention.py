@@ -25,7 +25,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-PagedAttention = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, float], Tensor]
+from nanoinfer.kernels.build import pointers
+from nanoinfer.kernels.quantized_kv import (
+    KVScales,
+    check_cache,
+    dequantize_heads,
+    hadamard,
+)
+
+PagedAttention = Callable[..., Tensor]
 
 
 def paged_attention_ref(
@@ -36,9 +44,11 @@ def paged_attention_ref(
     seq_lens: Tensor,  # [S] int32, at the end of this chunk
     cu_seqlens_q: Tensor,  # [S + 1] int32, where each sequence's queries begin
     scale: float,
+    scales: KVScales | None = None,  # of a cache in 8 bits
 ) -> Tensor:
     """Gather each sequence's pages, then attend as if there were no pages."""
     _check_shapes(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q)
+    check_cache(q.dtype, k_cache, v_cache, scales)
     out = q.new_zeros(q.shape)  # [T, H, D]
     block_size = k_cache.shape[1]
     bounds = cu_seqlens_q.tolist()
@@ -47,8 +57,11 @@ def paged_attention_ref(
         if seq_len == 0 or start == end:
             continue
         pages = block_tables[i, : -(-seq_len // block_size)]
-        k = k_cache[pages].flatten(0, 1)[:seq_len]  # [L, K, D]
-        v = v_cache[pages].flatten(0, 1)[:seq_len]
+        k, v = k_cache[pages], v_cache[pages]
+        if scales is not None:
+            k = dequantize_heads(k, scales.k[pages], q.dtype)
+            v = dequantize_heads(v, scales.v[pages], q.dtype)
+        k, v = k.flatten(0, 1)[:seq_len], v.flatten(0, 1)[:seq_len]  # [L, K, D]
         key_position = torch.arange(seq_len, device=q.device)
         position = key_position[seq_len - (end - start) :]
         out[start:end] = F.scaled_dot_product_attention(
@@ -59,6 +72,8 @@ def paged_attention_ref(
             scale=scale,
             enable_gqa=True,
         )[0].transpose(0, 1)
+    if scales is not None and scales.is_rotated:
+        return hadamard(out).to(q.dtype)
     return out
 
 
@@ -69,8 +84,8 @@ def make_paged_attention_cpu(library: ctypes.CDLL, threads: int) -> PagedAttenti
     block ids that point outside the cache.
     """
     kernel = library.nanoinfer_paged_attention
-    pointers, sizes = [ctypes.c_void_p] * 7, [ctypes.c_int64] * 9
-    kernel.argtypes = [ctypes.c_int, *pointers, *sizes, ctypes.c_float, ctypes.c_int]
+    tensor_types, sizes = [ctypes.c_void_p] * 9, [ctypes.c_int64] * 9
+    kernel.argtypes = [*[ctypes.c_int] * 3, *tensor_types, *sizes, ctypes.c_float, ctypes.c_int]
     kernel.restype = ctypes.c_int64
 
     def paged_attention_cpu(
@@ -81,14 +96,19 @@ def make_paged_attention_cpu(library: ctypes.CDLL, threads: int) -> PagedAttenti
         seq_lens: Tensor,
         cu_seqlens_q: Tensor,
         scale: float,
+        scales: KVScales | None = None,
     ) -> Tensor:
-        _check_shapes(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q)
-        _check_memory(q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q)
+        indices = (block_tables, seq_lens, cu_seqlens_q)
+        k_scales, v_scales, is_rotated = scales or (None, None, False)
+        _check_shapes(q, k_cache, v_cache, *indices)
+        check_cache(q.dtype, k_cache, v_cache, scales)
+        _check_memory(q, (k_cache, v_cache, k_scales, v_scales), indices)
         out = torch.empty(q.shape, dtype=q.dtype)
-        tensors = (out, q, k_cache, v_cache, block_tables, seq_lens, cu_seqlens_q)
         invalid = kernel(
             q.dtype == torch.bfloat16,
-            *[tensor.data_ptr() for tensor in tensors],
+            k_cache.dtype == torch.float8_e4m3fn,
+            is_rotated,
+            *pointers(out, q, k_cache, v_cache, k_scales, v_scales, *indices),
             q.shape[0],
             *block_tables.shape,
             *k_cache.shape[:2],
@@ -135,28 +155,26 @@ def _check_shapes(
             f"{tuple(lens.shape)}, {tuple(bounds.shape)}, need [S, M], [S], [S + 1]; "
             "try Batch.build"
         )
-    if not q.dtype == k_cache.dtype == v_cache.dtype:
-        raise ValueError(
-            f"dtype: got q {q.dtype}, k_cache {k_cache.dtype}, v_cache {v_cache.dtype}, "
-            "need one for all; try q.to(k_cache.dtype)"
-        )
 
 
-def _check_memory(q: Tensor, k_cache: Tensor, v_cache: Tensor, *indices: Tensor) -> None:
+def _check_memory(
+    q: Tensor, caches: tuple[Tensor | None, ...], indices: tuple[Tensor, ...]
+) -> None:
+    present = [tensor for tensor in caches if tensor is not None]
     if q.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"q: got {q.dtype}, need bfloat16 or float32; try paged_attention_ref")
     if q.stride(2) != 1 or (q.shape[1] > 1 and q.stride(1) != q.shape[2]):
         raise ValueError(
             f"q: got strides {q.stride()}, need rows of contiguous heads; try q.contiguous()"
         )
-    if not (k_cache.is_contiguous() and v_cache.is_contiguous()):
-        raise ValueError("k_cache, v_cache: got strided, need contiguous; try .contiguous()")
+    if not all(tensor.is_contiguous() for tensor in present):
+        raise ValueError("cache or scales: got strided, need contiguous; try .contiguous()")
     for tensor in indices:
         if tensor.dtype != torch.int32 or not tensor.is_contiguous():
             raise ValueError(
                 f"block_tables, seq_lens, cu_seqlens_q: got {tensor.dtype}, strides "
                 f"{tensor.stride()}, need contiguous int32; try .int().contiguous()"
             )
-    for tensor in (q, k_cache, v_cache, *indices):
+    for tensor in (q, *present, *indices):
         if not tensor.is_cpu:
             raise ValueError(f"device: got {tensor.device}, need cpu; try paged_attention_ref")

@@ -18,6 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from nanoinfer.kernels.quantized_kv import KVScales, check_cache
+
 StoreKV = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], None]
 
 
@@ -67,15 +69,29 @@ def bad_slot(slot_mapping: Tensor, token: int, num_slots: int) -> ValueError:
     )
 
 
-def check_store(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def check_store(
+    k: Tensor,
+    v: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    slots: Tensor,
+    scales: KVScales | None = None,
+) -> None:
     """Raise ValueError for what a C++ kernel that stores cannot take."""
-    _check_shapes(k, v, k_cache, v_cache, slots)
+    _check_shapes(k, v, k_cache, v_cache, slots, is_plain=scales is None)
     _check_memory(k, v, k_cache, v_cache, slots)
+    if scales is not None:
+        check_cache(k.dtype, k_cache, v_cache, scales)
+        if not all(x.is_contiguous() and x.is_cpu for x in scales[:2]):
+            raise ValueError("scales: got strided, or not on cpu; try KVCacheSpec.allocate")
 
 
-def _check_shapes(k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor) -> None:
+def _check_shapes(
+    k: Tensor, v: Tensor, k_cache: Tensor, v_cache: Tensor, slots: Tensor, is_plain: bool = True
+) -> None:
     for name, rows, cache in (("k", k, k_cache), ("v", v, v_cache)):
-        if rows.shape != (len(slots), *cache.shape[2:]) or rows.dtype != cache.dtype:
+        is_good = rows.shape == (len(slots), *cache.shape[2:])
+        if not is_good or (is_plain and rows.dtype != cache.dtype):
             raise ValueError(
                 f"{name}: got {tuple(rows.shape)} {rows.dtype}, need "
                 f"{(len(slots), *cache.shape[2:])} {cache.dtype}, one row for each slot "

@@ -23,6 +23,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from nanoinfer.kernels.quantized_kv import KVScales, piece_of
+from nanoinfer.kernels.triton_norm_rope import hadamard
+
 _TILE = 64  # rows of a tile, with many tokens
 _DECODE_TILE = 16  # the least that a tensor core multiplies
 _KEYS = 64
@@ -66,28 +69,35 @@ def find_group(bounds, tile, count, SIZE: tl.constexpr):
 
 @triton.jit
 def _meet(
-    queries, k, v, position, key, d, slot, is_key, is_dim, scale, top, total, acc
+    queries, k, v, k_scales, v_scales, position, key, d, head, is_key, is_dim, scale,
+    top, total, acc, D: tl.constexpr, IS_8BIT: tl.constexpr,
 ):  # fmt: skip
-    """One tile of keys: the online softmax of FlashAttention."""
+    """One tile of keys: the online softmax of FlashAttention. In 8 bits, scales meet scores."""
+    slot = head * D
     is_dk, is_kd = is_dim[:, None] & is_key[None, :], is_key[:, None] & is_dim[None, :]
-    keys = tl.load(k + slot[None, :] + d[:, None], is_dk, 0.0)
+    keys = tl.load(k + slot[None, :] + d[:, None], is_dk, 0.0).to(queries.dtype)
     scores = tl.dot(queries, keys, input_precision="ieee") * (scale * 1.44269504)  # log2
+    if IS_8BIT:
+        scores *= tl.load(k_scales + head, is_key, 0.0)[None, :]
     sees = is_key[None, :] & (key[None, :] <= position[:, None])
     scores = tl.where(sees, scores, -float("inf"))
     new_top = tl.maximum(top, tl.max(scores, 1))
     decay = tl.math.exp2(top - new_top)
     p = tl.math.exp2(scores - new_top[:, None])
-    values = tl.load(v + slot[:, None] + d[None, :], is_kd, 0.0)
+    total = total * decay + tl.sum(p, 1)
+    if IS_8BIT:
+        p *= tl.load(v_scales + head, is_key, 0.0)[None, :]
+    values = tl.load(v + slot[:, None] + d[None, :], is_kd, 0.0).to(queries.dtype)
     acc = tl.dot(p.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
-    return new_top, total * decay + tl.sum(p, 1), acc
+    return new_top, total, acc
 
 
 @triton.jit
 def _attend(
-    q, k_cache, v_cache, out, sums, tables, seq_lens, bounds,
-    scale, S, q_stride, page_stride, table_stride, split_stride, sums_stride,
+    q, k_cache, v_cache, k_scales, v_scales, out, sums, tables, seq_lens, bounds,
+    scale, S, q_stride, table_stride, split_stride, sums_stride,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, PAGE: tl.constexpr,
-    ROWS: tl.constexpr, KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr,
+    ROWS: tl.constexpr, KEYS: tl.constexpr, NUM_SPLITS: tl.constexpr, IS_8BIT: tl.constexpr,
 ):  # fmt: skip
     G: tl.constexpr = H // KV
     TOKENS: tl.constexpr = ROWS // G  # of a tile
@@ -111,15 +121,25 @@ def _attend(
         for start in range(split * size, tl.minimum((split + 1) * size, end), KEYS):
             key = start + tl.arange(0, KEYS)
             page = tl.load(tables + s.to(tl.int64) * table_stride + key // PAGE, key < end, 0)
-            slot = page.to(tl.int64) * page_stride + (key % PAGE) * KV * D + kv * D
-            top, total, acc = _meet(queries, k_cache, v_cache, position, key, d, slot, key < end,
-                                    is_dim, scale, top, total, acc)  # fmt: skip
+            place_of_head = (page.to(tl.int64) * PAGE + key % PAGE) * KV + kv
+            top, total, acc = _meet(
+                queries, k_cache, v_cache, k_scales, v_scales, position, key, d, place_of_head,
+                key < end, is_dim, scale, top, total, acc, D, IS_8BIT,
+            )  # fmt: skip
         acc = acc / tl.where(total == 0.0, 1.0, total)[:, None]
         to = out + split * split_stride + (place[:, None] * H + head[:, None]) * D + d[None, :]
         tl.store(to, acc.to(out.dtype.element_ty), mask)
         if NUM_SPLITS > 1:  # log2 of the sum of exponentials
             found = top + tl.math.log2(tl.where(total == 0.0, 1.0, total))
             tl.store(sums + split * sums_stride + place * H + head, found, is_row)
+
+
+@triton.jit
+def _turn_back(x, D: tl.constexpr, DP: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr):
+    d = tl.arange(0, DP)
+    to = x + tl.program_id(0).to(tl.int64) * D + d
+    turned = hadamard(tl.load(to, d < D, 0.0).to(tl.float32), DP, SIZE, STAGES)
+    tl.store(to, turned.to(x.dtype.element_ty), d < D)
 
 
 @triton.jit
@@ -148,6 +168,7 @@ def paged_attention_triton(
     seq_lens: Tensor,
     cu_seqlens_q: Tensor,
     scale: float,
+    scales: KVScales | None = None,
 ) -> Tensor:
     """Everything that the grid depends on is a shape."""
     (T, H, D), (_, page, KV, _), S = q.shape, k_cache.shape, len(seq_lens)
@@ -163,15 +184,19 @@ def paged_attention_triton(
     if splits > 1:
         parts = torch.empty((splits, T, H, D), dtype=torch.float32, device=q.device)
         sums = torch.empty((splits, T, H), dtype=torch.float32, device=q.device)
-    strides = (q.stride(0), k_cache.stride(0), block_tables.stride(0), T * H * D, T * H)
+    strides = (q.stride(0), block_tables.stride(0), T * H * D, T * H)
+    k_scales, v_scales, is_rotated = scales or (out, out, False)
     _attend[(T // (rows // group) + S, KV, splits)](
-        q, k_cache, v_cache, parts, sums, block_tables, seq_lens, cu_seqlens_q, scale, S, *strides,
-        H=H, KV=KV, D=D, DP=padded, PAGE=page, ROWS=rows, NUM_SPLITS=splits,
-        **_launch_options(rows, padded, q.dtype),
+        q, k_cache, v_cache, k_scales, v_scales, parts, sums, block_tables, seq_lens, cu_seqlens_q,
+        scale, S, *strides, H=H, KV=KV, D=D, DP=padded, PAGE=page, ROWS=rows, NUM_SPLITS=splits,
+        IS_8BIT=scales is not None, **_launch_options(rows, padded, q.dtype),
     )  # fmt: skip
     if splits > 1:
         sizes = {"H": H, "D": D, "DP": padded, "NUM_SPLITS": splits}
         _join[(T, H)](parts, sums, out, seq_lens, T * H * D, T * H, **sizes)
+    if is_rotated:
+        size = piece_of(D)
+        _turn_back[(T * H,)](out, D, padded, size, size.bit_length() - 1, num_warps=1)
     return out
 
 

@@ -1,7 +1,9 @@
 """Norm of q and k, rotation, and store of k and v in one pass on a GPU: the Triton twin.
 
 In, out and what must hold: norm_rope_store.py says it. A program takes one head of one token: of q
-(normalised, turned, written), of k (the same, into the cache) or of v (copied into the cache).
+(normalised, turned, written), of k (the same, into the cache) or of v (copied into the cache). On
+the way into a cache of 8 bits a head is turned by a Hadamard matrix, if asked for, and gets a scale
+(quantized_kv.py).
 
 A rotation needs each number's partner in its pair. It is read again instead of exchanged between
 threads: the second read comes from the cache, and the kernel stays the formula.
@@ -15,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from nanoinfer.kernels.norm_rope_store import HeadNorms
+from nanoinfer.kernels.quantized_kv import KVScales, piece_of
 from nanoinfer.kernels.rotary import Rope, rope_axes
 
 
@@ -32,27 +35,56 @@ def _normed(x, weight, at, is_in, factor, IS_WIDE: tl.constexpr, HAS_NORM: tl.co
 
 
 @triton.jit
+def hadamard(x, PADDED: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr):
+    """quantized_kv.hadamard of a head [PADDED] in pieces of SIZE = 2 ** STAGES."""
+    for _ in tl.static_range(STAGES):  # sums to the first half, differences to the second
+        even, odd = tl.split(tl.reshape(x, [PADDED // 2, 2]))
+        pairs = tl.reshape(tl.join(even + odd, even - odd), [PADDED // SIZE, SIZE // 2, 2])
+        x = tl.reshape(tl.permute(pairs, (0, 2, 1)), [PADDED])
+    return x * (SIZE**-0.5)
+
+
+@triton.jit
+def _put(x, cache, scales, at, d, is_in, D: tl.constexpr, IS_INT8: tl.constexpr):
+    """Head x into place `at` of a cache of 8 bits, with its scale."""
+    largest = 127.0 if IS_INT8 else 448.0
+    scale = tl.maximum(tl.max(tl.where(is_in, tl.abs(x), 0.0), 0), 1e-20) / largest
+    y = tl.minimum(tl.maximum(x / scale, -largest), largest)
+    if IS_INT8:  # to nearest even: a float of this size has no bits behind the point
+        y = (y + 12582912.0) - 12582912.0
+    tl.store(scales + at, scale)
+    tl.store(cache + at * D + d, y.to(cache.dtype.element_ty), is_in)
+
+
+@triton.jit
 def _norm_rope_store(
     q, k, v, q_weight, k_weight, positions, axes, table, slots, out, k_cache, v_cache,
-    eps, T, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    k_scales, v_scales, eps, T, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
     OFFSET: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_AXES: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr,
+    IS_8BIT: tl.constexpr, SIZE: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
+    IS_INT8: tl.constexpr = k_cache.dtype.element_ty == tl.int8
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, DP)
     is_in = d < D
-    slot = tl.load(slots + t) * KV * D
+    slot = tl.load(slots + t) * KV  # its first head
     if head >= H + KV:  # v
         kv = head - H - KV
         values = tl.load(v + t * v_stride + kv * v_head_stride + d, is_in, 0.0)
-        tl.store(v_cache + slot + kv * D + d, values, is_in)
+        if IS_8BIT:
+            wide = hadamard(values.to(tl.float32), DP, SIZE, STAGES)
+            _put(wide, v_cache, v_scales, slot + kv, d, is_in, D, IS_INT8)
+        else:
+            tl.store(v_cache + (slot + kv) * D + d, values, is_in)
     else:
         x, weight = q + t * q_stride + head * q_head_stride, q_weight
         to = out + (t * H + head) * D
         if head >= H:
             x, weight = k + t * k_stride + (head - H) * k_head_stride, k_weight
-            to = k_cache + slot + (head - H) * D
+            if not IS_8BIT:
+                to = k_cache + (slot + head - H) * D
         wide = tl.load(x + d, is_in, 0.0).to(tl.float32)
         factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
         row = _normed(x, weight, d, is_in, factor, IS_WIDE, HAS_NORM)
@@ -71,7 +103,15 @@ def _norm_rope_store(
         cos = tl.load(table + position * R + column, is_turned, 1.0)
         sin = tl.load(table + position * R + R // 2 + column, is_turned, 0.0)
         turned = row * cos + tl.where(is_second, other, -other) * sin
-        tl.store(to + d, tl.where(is_turned, turned, row).to(out.dtype.element_ty), is_in)
+        turned = tl.where(is_turned, turned, row).to(out.dtype.element_ty)
+        if IS_8BIT:
+            wide = hadamard(turned.to(tl.float32), DP, SIZE, STAGES)
+            if head < H:
+                tl.store(to + d, wide.to(out.dtype.element_ty), is_in)
+            else:
+                _put(wide, k_cache, k_scales, slot + head - H, d, is_in, D, IS_INT8)
+        else:
+            tl.store(to + d, turned, is_in)
 
 
 def norm_rope_store_triton(
@@ -84,6 +124,7 @@ def norm_rope_store_triton(
     k_cache: Tensor,
     v_cache: Tensor,
     slot_mapping: Tensor,
+    scales: KVScales | None = None,
 ) -> Tensor:
     (T, H, D), KV = q.shape, k.shape[1]
     out = torch.empty((T, H, D), dtype=q.dtype, device=q.device)
@@ -91,13 +132,16 @@ def norm_rope_store_triton(
         return out
     axes = rope_axes(positions, rope)
     weights, eps = ((q, k), 0.0) if norms is None else (norms[:2], norms.eps)
+    k_scales, v_scales, is_rotated = scales or (out, out, False)
+    size = piece_of(D) if is_rotated else 1
     strides = (s for x in (q, k, v) for s in x.stride()[:2])
     _norm_rope_store[(T, H + 2 * KV)](
         q, k, v, *weights, positions, positions if axes is None else axes, rope.cos_sin,
-        slot_mapping, out, k_cache, v_cache, eps, T, *strides,
+        slot_mapping, out, k_cache, v_cache, k_scales, v_scales, eps, T, *strides,
         H=H, KV=KV, D=D, DP=triton.next_power_of_2(D), R=rope.cos_sin.shape[1],
         OFFSET=rope.offset, IS_INTERLEAVED=rope.is_interleaved, HAS_AXES=axes is not None,
         HAS_NORM=norms is not None,
-        IS_WIDE=norms is not None and norms.q_weight.dtype != q.dtype, num_warps=1,
+        IS_WIDE=norms is not None and norms.q_weight.dtype != q.dtype,
+        IS_8BIT=scales is not None, SIZE=size, STAGES=size.bit_length() - 1, num_warps=1,
     )  # fmt: skip
     return out

@@ -16,6 +16,7 @@ T tokens, H query heads, KV key-value heads, D head dim, E hidden, V vocabulary,
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -195,10 +196,16 @@ class CausalLM(nn.Module):
                     assert packed.blocks is not None, "it is readable"
                     embedding.read_from(packed.blocks)
 
-    def cache_specs(self) -> list[CacheSpec]:
-        """What each layer caches; the runner allocates it."""
+    def cache_specs(
+        self, kv_dtype: torch.dtype | None = None, is_rotated: bool = False
+    ) -> list[CacheSpec]:
+        """What each layer caches, keys and values in `kv_dtype`; the runner allocates it."""
         layers = (layer for layer in self.model.layers if isinstance(layer, DecoderLayer))
-        return [layer.mixer.cache_spec for layer in layers]
+        specs = [layer.mixer.cache_spec for layer in layers]
+        if kv_dtype is None:
+            return specs
+        changes = {"dtype": kv_dtype, "is_rotated": is_rotated}
+        return [replace(s, **changes) if isinstance(s, KVCacheSpec) else s for s in specs]
 
     def forward(self, batch: Batch, caches: list[Cache], rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: [T, E], or those of `rows` (not empty)."""
