@@ -160,7 +160,8 @@ def describe(
 
 Perplexity over {NUM_TOKENS:,} tokens, half code and half talk, in windows of {WINDOW:,}; greedy
 answers of {ANSWER_LEN} tokens to {NUM_PROMPTS} prompts of {PROMPT_LEN}: the mean share before the
-first difference, and the share of answers without one. Moved: the mean change of log p. torch {torch.__version__}.
+first difference, and the share of answers without one. Moved: the mean change of log p.
+torch {torch.__version__}.
 
 `python benchmarks/perplexity.py {chosen}{flags}`
 

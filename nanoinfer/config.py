@@ -54,7 +54,7 @@ class EngineConfig:
     on a CPU."""
     kv_cache_dtype: str = "auto"
     """int8 or fp8_e4m3: half the memory for keys and values. auto: the model's dtype."""
-    kv_cache_rotation: bool = False
+    kv_cache_rotation: bool = True
     """Turn heads by a Hadamard matrix before they are stored in 8 bits."""
     state_snapshot_memory: int | None = None
     """Bytes of recurrent states that are kept for prefix hits (models with linear attention). None:

@@ -17,17 +17,14 @@ import torch
 from torch import Tensor
 
 from nanoinfer.batch import Batch
-from nanoinfer.cache_sizes import (
-    CacheSizes,
-    choose_max_model_len,
-    plan_caches,
-)
-from nanoinfer.config import DTYPES, KV_CACHE_DTYPES, QUANTIZED, EngineConfig
+from nanoinfer.cache_sizes import CacheSizes, choose_max_model_len, plan_caches
+from nanoinfer.config import DTYPES, QUANTIZED, EngineConfig
 from nanoinfer.cpu_graphs import CpuGraphs
 from nanoinfer.cuda_graphs import CudaGraphs
 from nanoinfer.graphs import free_memory, make_graphs
 from nanoinfer.kernels import select_kernels
 from nanoinfer.kernels.build import cpu_features
+from nanoinfer.layers.quantized_kv_cache import choose_specs
 from nanoinfer.loader import load_weights
 from nanoinfer.model_config import ModelConfig
 from nanoinfer.models.qwen3 import Cache, CausalLM
@@ -62,8 +59,7 @@ class ModelRunner:
         load_weights(self._model, folder, tie, keep_fp8)
         packers = (self.kernels.pack_weight, self.kernels.pack_experts)
         self._model.finish_weights(QUANTIZED[config.quantization], *packers)
-        kv_dtype = KV_CACHE_DTYPES[config.kv_cache_dtype]
-        self._specs = self._model.cache_specs(kv_dtype, config.kv_cache_rotation)
+        self._specs = choose_specs(config, self._model.cache_specs(), self.kernels)
         self._caches = self._allocate(CacheSizes(0, 0, 0))  # null blocks and slots only
         loaded = (self._model, self._caches)
         free = functools.partial(free_memory, *loaded, config, longest, self.kernels)

@@ -33,6 +33,8 @@ from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_trito
 from nanoinfer.kernels.triton_fp8 import multiply_triton, quantize_triton
 from nanoinfer.kernels.triton_moe import moe_triton
 from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
+from nanoinfer.layers.attention import KVCacheSpec
+from nanoinfer.layers.quantized_kv_cache import QuantizedKVCacheSpec
 
 SHARED_BYTES = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10}
 BF16 = torch.bfloat16
@@ -76,7 +78,8 @@ def launch_all(has_fp8: bool) -> None:
     """Every kernel, for the shapes of published models, as decoding and as prompts."""
     for heads, kv_heads, head_dim in ATTENTIONS:
         for num_seqs, q_len in ((1, 1), (32, 1), (256, 1), (4, 100)):
-            _launch_attention(heads, kv_heads, head_dim, num_seqs, q_len)
+            for kv_dtype in (BF16, torch.int8, FP8) if has_fp8 else (BF16, torch.int8):
+                _launch_attention(heads, kv_heads, head_dim, num_seqs, q_len, kv_dtype)
     for q_len in (1, 100):
         _launch_delta(q_len)
         x, logits = rows(4 * q_len, 2048), torch.zeros(4 * q_len, 128)
@@ -92,22 +95,27 @@ def rows(*shape: int) -> Tensor:
     return torch.zeros(shape, dtype=BF16)
 
 
-def _launch_attention(H: int, KV: int, D: int, S: int, q_len: int) -> None:
+def _launch_attention(H: int, KV: int, D: int, S: int, q_len: int, kv_dtype: torch.dtype) -> None:
     T = S * q_len
     q, k, v = rows(T, H, D), rows(T, KV, D), rows(T, KV, D)
-    caches = [rows(NUM_BLOCKS, PAGE, KV, D) for _ in range(2)]
+    spec = KVCacheSpec(KV, D, BF16)
+    if kv_dtype != BF16:
+        spec = QuantizedKVCacheSpec(KV, D, kv_dtype, is_rotated=True)
+    k_cache, v_cache, *scales = spec.allocate(NUM_BLOCKS, PAGE, torch.device("cpu"))
+    caches = (k_cache, v_cache)
     slots = torch.zeros(T, dtype=torch.int64)
     tables = torch.zeros(S, 8, dtype=torch.int32)
     bounds = torch.arange(S + 1, dtype=torch.int32) * q_len
-    paged_attention_triton(q, *caches, tables, bounds[1:].clone(), bounds, D**-0.5)
-    store_kv_triton(k, v, *caches, slots)
+    paged_attention_triton(q, *caches, tables, bounds[1:].clone(), bounds, D**-0.5, *scales)
+    if not scales:
+        store_kv_triton(k, v, *caches, slots)
     is_wide = D == 256  # Qwen3.5: weights 1 + w in fp32, a quarter of the head, three axes
     weight = torch.zeros(D, dtype=torch.float32 if is_wide else BF16)
     R = D // 4 if is_wide else D
     axes = torch.zeros(R, dtype=torch.int64) if is_wide else None
     rope = Rope(torch.zeros(64, R), axes)
     for norms in (HeadNorms(weight, weight, 1e-6), None):
-        norm_rope_store_triton(q, k, v, norms, slots, rope, *caches, slots)
+        norm_rope_store_triton(q, k, v, norms, slots, rope, *caches, slots, *scales)
 
 
 def _launch_delta(q_len: int) -> None:

@@ -10,6 +10,7 @@ import itertools
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from nanoinfer.batch import Batch
 from nanoinfer.cuda_graphs import CudaGraphs, bucket_sizes, fill
@@ -59,13 +60,22 @@ def filled_caches(model) -> list:
     torch.manual_seed(0)
     counts = {"block": NUM_BLOCKS, "slot": 1 + MAX_SEQS}
     caches = [spec.allocate(counts[spec.unit], B, CPU) for spec in model.cache_specs()]
-    for tensor in (tensor for cache in caches for tensor in cache):
+    for tensor in tensors_of(caches):
         tensor.normal_()
     return caches
 
 
+def tensors_of(caches) -> list[Tensor]:
+    return [leaf for leaf in tree_leaves(caches) if isinstance(leaf, Tensor)]
+
+
+def refill(caches, originals) -> None:
+    for tensor, value in zip(tensors_of(caches), tensors_of(originals), strict=True):
+        tensor.copy_(value)
+
+
 def copy(caches) -> list:
-    return [type(cache)(*(tensor.clone() for tensor in cache)) for cache in caches]
+    return tree_map_only(Tensor, torch.clone, caches)
 
 
 def make_batch(num_seqs: int) -> Batch:
@@ -119,9 +129,7 @@ def test_replays_leave_others_alone_and_give_the_same_tokens(tiny, name):
         shared = copy(caches)
         graphs = graphs_of(model, shared, most)
         for n in range(most, 0, -1):  # what a larger batch left must not come back as padding
-            for cache, original in zip(shared, caches, strict=True):
-                for tensor, value in zip(cache, original, strict=True):
-                    tensor.copy_(value)
+            refill(shared, caches)
             batch = batches[n - 1]
             assert graphs.can_run(batch)
             hidden, tokens, after = expected[n - 1]
@@ -134,11 +142,10 @@ def test_replays_leave_others_alone_and_give_the_same_tokens(tiny, name):
 
 def check_caches(found, expected, num_seqs: int) -> None:
     """The batch's own blocks and slots hold what it left there; all others their old bits."""
-    for cache, after in zip(found, expected, strict=True):
-        for tensor, right in zip(cache, after, strict=True):
-            own = 1 + num_seqs * (MAX_BLOCKS if len(tensor) == NUM_BLOCKS else 1)
-            torch.testing.assert_close(tensor[1:own], right[1:own], rtol=1e-4, atol=1e-4)
-            assert torch.equal(tensor[own:], right[own:])
+    for tensor, right in zip(tensors_of(found), tensors_of(expected), strict=True):
+        own = 1 + num_seqs * (MAX_BLOCKS if len(tensor) == NUM_BLOCKS else 1)
+        torch.testing.assert_close(tensor[1:own], right[1:own], rtol=1e-4, atol=1e-4)
+        assert torch.equal(tensor[own:], right[own:])
 
 
 @pytest.mark.parametrize("kernels", ["ref", "auto"])
@@ -148,17 +155,15 @@ def test_a_replay_is_bit_equal_to_the_same_padded_batch(tiny, name, kernels):
     model = load(tiny(name), kernels)
     replayed, eager = copy(filled_caches(model)), copy(filled_caches(model))
     graphs = graphs_of(model, replayed, 16)
-    for cache, original in zip(replayed, filled_caches(model), strict=True):
-        for tensor, value in zip(cache, original, strict=True):
-            tensor.copy_(value)
+    refill(replayed, filled_caches(model))
     for n, bucket in ((16, 16), (3, 4), (5, 8), (1, 1)):
         batch = make_batch(n)
         found = graphs.run(batch)
         padded = pad(batch, bucket)
         hidden = model(padded, eager)
         assert torch.equal(found, hidden[:n])
-        for cache, other in zip(replayed, eager, strict=True):
-            assert all(torch.equal(a[1:], b[1:]) for a, b in zip(cache, other, strict=True))
+        pairs = zip(tensors_of(replayed), tensors_of(eager), strict=True)
+        assert all(torch.equal(a[1:], b[1:]) for a, b in pairs)
 
 
 def pad(batch: Batch, size: int) -> Batch:

@@ -10,7 +10,9 @@ import test_gated_delta as delta
 import test_moe as mixture
 import torch
 from oracle import good_prompts, hf_greedy
+from test_cuda_graphs import tensors_of
 from test_paged_attention import make_case
+from test_quantized_kv import in_8_bits, make_store_case, new_caches
 from tiny import TINY_NAMES
 
 from nanoinfer import LLM, SamplingParams
@@ -18,6 +20,7 @@ from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels, select_kernels
 from nanoinfer.kernels.linear import linear_ref, quantize_blocks_fp8
 from nanoinfer.kernels.moe import Routing
+from nanoinfer.kernels.quantized_kv import KV_DTYPES, dequantize_heads
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,6 +56,30 @@ def test_attention(kernels, heads, step):
     case = make_case(step, *heads[:2], head_dim=heads[2], dtype=BF16)
     wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in case]
     check(kernels.paged_attention(*map(to_gpu, case)), Kernels().paged_attention(*wide))
+
+
+@pytest.mark.parametrize("is_rotated", [False, True])
+@pytest.mark.parametrize("dtype", KV_DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_keys_and_values_in_8_bits(kernels, head_dim, dtype, is_rotated):
+    if dtype == torch.float8_e4m3fn and not kernels.keeps_fp8:
+        pytest.skip("no FP8 here")
+    case = make_case([(1, 300), (70, 90), (1, 5)], head_dim=head_dim, dtype=BF16)
+    k, v, scales = in_8_bits(case[1], case[2], dtype, is_rotated)
+    rest = (k, v, *case[3:], scales)
+    expected = Kernels().paged_attention(case[0].float(), *rest)
+    check(kernels.paged_attention(*map(to_gpu, (case[0], *rest))), expected)
+    *arguments, slots = (*make_store_case(BF16, head_dim), torch.randperm(64)[:21])
+    cache = new_caches(dtype, head_dim, is_rotated)
+    on_gpu = to_gpu(cache)
+    queries = kernels.norm_rope_store(
+        *map(to_gpu, arguments), on_gpu.k, on_gpu.v, to_gpu(slots), on_gpu.scales
+    )
+    expected = Kernels().norm_rope_store(*arguments, cache.k, cache.v, slots, cache.scales)
+    check(queries, expected)
+    for name in ("k", "v"):
+        caches = ((getattr(c, name), getattr(c.scales, name)) for c in (on_gpu, cache))
+        check(*(dequantize_heads(*c, torch.float32) for c in caches))
 
 
 @pytest.mark.parametrize("case", delta.CASES, ids=range(len(delta.CASES)))
@@ -112,14 +139,13 @@ def test_replays_are_the_bits_of_the_model_and_wait_for_nothing(tiny, name):
         while llm.engine.scheduler.waiting or not llm.engine.scheduler.running[-1].output_token_ids:
             llm.engine.step()
         batch = Batch.build(llm.engine.scheduler.schedule(), llm.engine.config.block_size, GPU)
-        states = [tensor.clone() for cache in runner._caches for tensor in cache]
+        states = [tensor.clone() for tensor in tensors_of(runner._caches)]
         torch.cuda.set_sync_debug_mode("error")
         try:
             replayed = runner._graphs.run(batch).clone()
         finally:
             torch.cuda.set_sync_debug_mode("default")
-        tensors = [tensor for cache in runner._caches for tensor in cache]
-        for tensor, before in zip(tensors, states, strict=True):
+        for tensor, before in zip(tensors_of(runner._caches), states, strict=True):
             tensor.copy_(before)
         assert torch.equal(replayed, runner._model(pad(batch, 4), runner._caches)[:3])
 

@@ -5,7 +5,8 @@ import torch
 from conftest import NEEDED, kernel_library
 from test_paged_attention import MIXED, make_case, naive_attention
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, EngineConfig, SamplingParams
+from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.norm_rope_store import (
     HeadNorms,
     make_norm_rope_store_cpu,
@@ -21,6 +22,8 @@ from nanoinfer.kernels.quantized_kv import (
 )
 from nanoinfer.kernels.rotary import Rope
 from nanoinfer.layers.attention import KVCacheSpec
+from nanoinfer.layers.gated_delta_net import StateCacheSpec
+from nanoinfer.layers.quantized_kv_cache import QuantizedKVCacheSpec, choose_specs
 
 INT8, E4M3 = KV_DTYPES
 HEADS = [(torch.float32, D) for D in (128, 80, 32, 20, 7)]
@@ -60,7 +63,7 @@ def make_store_case(dtype, head_dim, num_tokens=21):
 
 
 def new_caches(dtype, head_dim, is_rotated):
-    spec = KVCacheSpec(2, head_dim, dtype, is_rotated)
+    spec = QuantizedKVCacheSpec(2, head_dim, dtype, is_rotated)
     return spec.allocate(4, 16, torch.device("cpu"))
 
 
@@ -195,10 +198,10 @@ def test_slots_that_are_not_named_stay(store):
 
 def test_a_bad_slot_writes_nothing():
     body = make_norm_rope_store_cpu(kernel_library("native"), 2)
-    cache = new_caches(E4M3, 32, False)
+    cache, slots = new_caches(E4M3, 32, False), torch.tensor([5, 64])
+    case = make_store_case(torch.float32, 32, 2)
     with pytest.raises(ValueError, match="slot_mapping: got 64 at token 1"):
-        case = make_store_case(torch.float32, 32, 2)
-        body(*case, cache.k, cache.v, torch.tensor([5, 64]), cache.scales)
+        body(*case, cache.k, cache.v, slots, cache.scales)
     assert cache.k.float().eq(0).all()
     assert cache.scales.v.eq(0).all()
 
@@ -224,10 +227,10 @@ def test_refusals_by_name(kernels, change, message):
 
 
 def test_a_spec_counts_what_it_allocates():
-    for dtype in (*KV_DTYPES, torch.float32):
-        spec = KVCacheSpec(2, 32, dtype)
-        k, v, scales = spec.allocate(3, 16, torch.device("cpu"))
-        tensors = [k, v, *(scales or ())[:2]]
+    specs = [QuantizedKVCacheSpec(2, 32, dtype, True) for dtype in KV_DTYPES]
+    for spec in (*specs, KVCacheSpec(2, 32, torch.float32)):
+        k, v, *scales = spec.allocate(3, 16, torch.device("cpu"))
+        tensors = [k, v, *(x for pair in scales for x in pair[:2])]
         assert 3 * spec.bytes_per_unit(16) == sum(x.numel() * x.itemsize for x in tensors)
 
 
@@ -292,3 +295,20 @@ def test_as_many_bytes_hold_more_blocks(tiny_qwen3):
 def test_options_are_checked(tiny_qwen3, options, message):
     with pytest.raises(ValueError, match=message):
         LLM(tiny_qwen3, **options)
+
+
+def test_e4m3_needs_a_gpu_that_converts_it():
+    old, new = Kernels(name="triton"), Kernels(name="triton", keeps_fp8=True)
+    state, attending = StateCacheSpec(None, torch.float32), KVCacheSpec(2, 32, torch.bfloat16)
+
+    def choose(dtype, kernels):
+        config = EngineConfig(model="m", kv_cache_dtype=dtype)
+        kept, found = choose_specs(config, [state, attending], kernels)
+        assert kept is state
+        return found
+
+    with pytest.raises(ValueError, match="need a GPU of compute capability 8"):
+        choose("fp8_e4m3", old)
+    assert choose("int8", old) == QuantizedKVCacheSpec(2, 32, INT8, is_rotated=True)
+    assert choose("fp8_e4m3", new).dtype == choose("fp8_e4m3", Kernels()).dtype == E4M3
+    assert choose("auto", old) is attending

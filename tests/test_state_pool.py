@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from oracle import good_prompts, hf_greedy, hf_logprobs, load_model
+from test_cuda_graphs import tensors_of
 
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.block_manager import BlockManager
@@ -389,7 +390,7 @@ def test_few_states_mean_few_sequences_at_once(folder):
 def test_memory_of_caches_is_within_the_budget(folder):
     with LLM(folder, kv_cache_memory=3_000_000, skip_tokenizer_init=True) as llm:
         caches = llm.engine._runner._caches
-        used = sum(t.numel() * t.itemsize for cache in caches for t in cache)
+        used = sum(t.numel() * t.itemsize for t in tensors_of(caches))
         assert 2_500_000 < used <= 3_000_000
 
 

@@ -119,16 +119,22 @@ def make_paged_attention_cpu(library: ctypes.CDLL, threads: int) -> PagedAttenti
             threads,
         )
         if invalid >= 0:
-            raise ValueError(
-                f"sequence {invalid}: got seq_len {seq_lens[invalid].item()}, queries "
-                f"{cu_seqlens_q[invalid : invalid + 2].tolist()} of {q.shape[0]}, blocks "
-                f"{block_tables[invalid].tolist()}; need 0 or q_len <= seq_len <= "
-                f"{block_tables.shape[1] * k_cache.shape[1]}, ascending query bounds from 0, "
-                f"blocks in [0, {k_cache.shape[0]}); try the Batch that the scheduler built"
-            )
+            raise _bad_sequence(invalid, q, k_cache, *indices)
         return out
 
     return paged_attention_cpu
+
+
+def _bad_sequence(
+    i: int, q: Tensor, k_cache: Tensor, tables: Tensor, lens: Tensor, bounds: Tensor
+) -> ValueError:
+    return ValueError(
+        f"sequence {i}: got seq_len {lens[i].item()}, queries "
+        f"{bounds[i : i + 2].tolist()} of {q.shape[0]}, blocks "
+        f"{tables[i].tolist()}; need 0 or q_len <= seq_len <= "
+        f"{tables.shape[1] * k_cache.shape[1]}, ascending query bounds from 0, "
+        f"blocks in [0, {k_cache.shape[0]}); try the Batch that the scheduler built"
+    )
 
 
 def _check_shapes(

@@ -73,7 +73,7 @@ def _meet(
     top, total, acc, D: tl.constexpr, IS_8BIT: tl.constexpr,
 ):  # fmt: skip
     """One tile of keys: the online softmax of FlashAttention. In 8 bits, scales meet scores."""
-    slot = head * D
+    slot = head.to(tl.int64) * D
     is_dk, is_kd = is_dim[:, None] & is_key[None, :], is_key[:, None] & is_dim[None, :]
     keys = tl.load(k + slot[None, :] + d[:, None], is_dk, 0.0).to(queries.dtype)
     scores = tl.dot(queries, keys, input_precision="ieee") * (scale * 1.44269504)  # log2
@@ -121,7 +121,7 @@ def _attend(
         for start in range(split * size, tl.minimum((split + 1) * size, end), KEYS):
             key = start + tl.arange(0, KEYS)
             page = tl.load(tables + s.to(tl.int64) * table_stride + key // PAGE, key < end, 0)
-            place_of_head = (page.to(tl.int64) * PAGE + key % PAGE) * KV + kv
+            place_of_head = (page * PAGE + key % PAGE) * KV + kv  # fits 32 bits, bytes do not
             top, total, acc = _meet(
                 queries, k_cache, v_cache, k_scales, v_scales, position, key, d, place_of_head,
                 key < end, is_dim, scale, top, total, acc, D, IS_8BIT,
@@ -189,7 +189,7 @@ def paged_attention_triton(
     _attend[(T // (rows // group) + S, KV, splits)](
         q, k_cache, v_cache, k_scales, v_scales, parts, sums, block_tables, seq_lens, cu_seqlens_q,
         scale, S, *strides, H=H, KV=KV, D=D, DP=padded, PAGE=page, ROWS=rows, NUM_SPLITS=splits,
-        IS_8BIT=scales is not None, **_launch_options(rows, padded, q.dtype),
+        IS_8BIT=scales is not None, **_launch_options(rows, padded, q.dtype, scales is not None),
     )  # fmt: skip
     if splits > 1:
         sizes = {"H": H, "D": D, "DP": padded, "NUM_SPLITS": splits}
@@ -200,12 +200,14 @@ def paged_attention_triton(
     return out
 
 
-def _launch_options(rows: int, padded: int, dtype: torch.dtype) -> dict[str, int]:
+def _launch_options(rows: int, padded: int, dtype: torch.dtype, is_8bit: bool) -> dict[str, int]:
     """What keeps all of it in registers (scripts/compile_kernels.py counts what is spilled)."""
     if dtype == torch.float32:
         return {"KEYS": 16, "num_warps": 4, "num_stages": 1}
-    is_wide = padded > 128
-    is_small = padded < 128 or (is_wide and rows == _DECODE_TILE)
+    is_decoding = rows == _DECODE_TILE
+    is_small = padded < 128 or (padded > 128 and is_decoding)
+    if is_8bit:
+        is_small = padded < 128 and is_decoding
     keys = _KEYS if padded == 128 else _KEYS // 2
     return {"KEYS": keys, "num_warps": 4 if is_small else 8, "num_stages": 2}
 

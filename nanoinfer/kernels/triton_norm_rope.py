@@ -57,9 +57,38 @@ def _put(x, cache, scales, at, d, is_in, D: tl.constexpr, IS_INT8: tl.constexpr)
 
 
 @triton.jit
+def _turned(
+    x, weight, positions, axes, table, t, T, d, is_in, eps,
+    D: tl.constexpr, R: tl.constexpr, OFFSET: tl.constexpr, IS_INTERLEAVED: tl.constexpr,
+    HAS_AXES: tl.constexpr, HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr,
+):  # fmt: skip
+    """Head x of token t, normalised and turned, as fp32."""
+    wide = tl.load(x + d, is_in, 0.0).to(tl.float32)
+    factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
+    row = _normed(x, weight, d, is_in, factor, IS_WIDE, HAS_NORM)
+    i = d - OFFSET  # place among the turned ones
+    is_turned = is_in & (i >= 0) & (i < R)
+    if IS_INTERLEAVED:
+        is_second, column, partner = i % 2 == 1, i // 2, d + 1 - 2 * (i % 2)
+    else:
+        is_second, column = i >= R // 2, i % (R // 2)
+        partner = tl.where(is_second, d - R // 2, d + R // 2)
+    other = _normed(x, weight, partner, is_turned, factor, IS_WIDE, HAS_NORM)
+    position = tl.load(positions + t)
+    if HAS_AXES:
+        axis = tl.load(axes + column, is_turned, 0)
+        position = tl.load(positions + axis * T + t, is_turned, 0)
+    cos = tl.load(table + position * R + column, is_turned, 1.0)
+    sin = tl.load(table + position * R + R // 2 + column, is_turned, 0.0)
+    turned = row * cos + tl.where(is_second, other, -other) * sin
+    return tl.where(is_turned, turned, row)
+
+
+@triton.jit
 def _norm_rope_store(
     q, k, v, q_weight, k_weight, positions, axes, table, slots, out, k_cache, v_cache,
-    k_scales, v_scales, eps, T, q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
+    k_scales, v_scales, eps, T,
+    q_stride, q_head_stride, k_stride, k_head_stride, v_stride, v_head_stride,
     H: tl.constexpr, KV: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, R: tl.constexpr,
     OFFSET: tl.constexpr, IS_INTERLEAVED: tl.constexpr, HAS_AXES: tl.constexpr,
     HAS_NORM: tl.constexpr, IS_WIDE: tl.constexpr,
@@ -69,49 +98,31 @@ def _norm_rope_store(
     t, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     d = tl.arange(0, DP)
     is_in = d < D
-    slot = tl.load(slots + t) * KV  # its first head
+    at = tl.load(slots + t) * KV  # the slot's first head
     if head >= H + KV:  # v
         kv = head - H - KV
-        values = tl.load(v + t * v_stride + kv * v_head_stride + d, is_in, 0.0)
+        row = tl.load(v + t * v_stride + kv * v_head_stride + d, is_in, 0.0)
         if IS_8BIT:
-            wide = hadamard(values.to(tl.float32), DP, SIZE, STAGES)
-            _put(wide, v_cache, v_scales, slot + kv, d, is_in, D, IS_INT8)
+            row = hadamard(row.to(tl.float32), DP, SIZE, STAGES)
+            _put(row, v_cache, v_scales, at + kv, d, is_in, D, IS_INT8)
         else:
-            tl.store(v_cache + (slot + kv) * D + d, values, is_in)
+            tl.store(v_cache + (at + kv) * D + d, row, is_in)
     else:
+        is_k = head >= H
         x, weight = q + t * q_stride + head * q_head_stride, q_weight
-        to = out + (t * H + head) * D
-        if head >= H:
+        if is_k:
             x, weight = k + t * k_stride + (head - H) * k_head_stride, k_weight
-            if not IS_8BIT:
-                to = k_cache + (slot + head - H) * D
-        wide = tl.load(x + d, is_in, 0.0).to(tl.float32)
-        factor = 1.0 / tl.sqrt(tl.sum(wide * wide, 0) / D + eps)
-        row = _normed(x, weight, d, is_in, factor, IS_WIDE, HAS_NORM)
-        i = d - OFFSET  # place among the turned ones
-        is_turned = is_in & (i >= 0) & (i < R)
-        if IS_INTERLEAVED:
-            is_second, column, partner = i % 2 == 1, i // 2, d + 1 - 2 * (i % 2)
-        else:
-            is_second, column = i >= R // 2, i % (R // 2)
-            partner = tl.where(is_second, d - R // 2, d + R // 2)
-        other = _normed(x, weight, partner, is_turned, factor, IS_WIDE, HAS_NORM)
-        position = tl.load(positions + t)
-        if HAS_AXES:
-            axis = tl.load(axes + column, is_turned, 0)
-            position = tl.load(positions + axis * T + t, is_turned, 0)
-        cos = tl.load(table + position * R + column, is_turned, 1.0)
-        sin = tl.load(table + position * R + R // 2 + column, is_turned, 0.0)
-        turned = row * cos + tl.where(is_second, other, -other) * sin
-        turned = tl.where(is_turned, turned, row).to(out.dtype.element_ty)
+        row = _turned(x, weight, positions, axes, table, t, T, d, is_in, eps, D, R, OFFSET,
+                      IS_INTERLEAVED, HAS_AXES, HAS_NORM, IS_WIDE)  # fmt: skip
+        row = row.to(out.dtype.element_ty)
         if IS_8BIT:
-            wide = hadamard(turned.to(tl.float32), DP, SIZE, STAGES)
-            if head < H:
-                tl.store(to + d, wide.to(out.dtype.element_ty), is_in)
-            else:
-                _put(wide, k_cache, k_scales, slot + head - H, d, is_in, D, IS_INT8)
+            row = hadamard(row.to(tl.float32), DP, SIZE, STAGES)
+        if not is_k:
+            tl.store(out + (t * H + head) * D + d, row.to(out.dtype.element_ty), is_in)
+        elif IS_8BIT:
+            _put(row, k_cache, k_scales, at + head - H, d, is_in, D, IS_INT8)
         else:
-            tl.store(to + d, turned, is_in)
+            tl.store(k_cache + (at + head - H) * D + d, row, is_in)
 
 
 def norm_rope_store_triton(

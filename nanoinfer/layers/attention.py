@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.norm_rope_store import HeadNorms
-from nanoinfer.kernels.quantized_kv import KV_DTYPES, KVScales
+from nanoinfer.kernels.quantized_kv import KVScales
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding
 
 
@@ -31,7 +31,9 @@ class KVCache(NamedTuple):
 
     k: Tensor
     v: Tensor
-    scales: KVScales | None = None  # of a cache in 8 bits
+
+
+KV = KVCache | tuple[Tensor, Tensor, KVScales]  # plain, or in 8 bits
 
 
 @dataclass(frozen=True)
@@ -43,20 +45,14 @@ class KVCacheSpec:
     num_kv_heads: int
     head_dim: int
     dtype: torch.dtype
-    is_rotated: bool = False  # in 8 bits only
 
     def bytes_per_unit(self, block_size: int) -> int:
-        scale = torch.float32.itemsize if self.dtype in KV_DTYPES else 0
-        return 2 * block_size * self.num_kv_heads * (self.head_dim * self.dtype.itemsize + scale)
+        return 2 * block_size * self.num_kv_heads * self.head_dim * self.dtype.itemsize
 
     def allocate(self, num_units: int, block_size: int, device: torch.device) -> KVCache:
         """Zeros: what an unwritten slot holds must be finite."""
-        heads = (num_units, block_size, self.num_kv_heads)
-        k, v = (zeros((*heads, self.head_dim), self.dtype, device) for _ in range(2))
-        if self.dtype not in KV_DTYPES:
-            return KVCache(k, v)
-        scales = (zeros(heads, torch.float32, device) for _ in range(2))
-        return KVCache(k, v, KVScales(*scales, self.is_rotated))
+        shape = (num_units, block_size, self.num_kv_heads, self.head_dim)
+        return KVCache(*(zeros(shape, self.dtype, device) for _ in range(2)))
 
 
 def zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -89,14 +85,14 @@ class Attention(nn.Module):
         self._norms = norms
         self._kernels = kernels
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KVCache, batch: Batch) -> Tensor:
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, cache: KV, batch: Batch) -> Tensor:
         gate, q = q[..., self._head_dim :], q[..., : self._head_dim]
         turning = (self._norms, batch.positions, self._rope.rope)
-        k_cache, v_cache, scales = cache
+        k_cache, v_cache, *scales = cache
         slots = batch.slot_mapping
-        q = self._kernels.norm_rope_store(q, k, v, *turning, k_cache, v_cache, slots, scales)
+        q = self._kernels.norm_rope_store(q, k, v, *turning, k_cache, v_cache, slots, *scales)
         where = (batch.block_tables, batch.seq_lens, batch.cu_seqlens_q)
-        out = self._kernels.paged_attention(q, k_cache, v_cache, *where, self._scale, scales)
+        out = self._kernels.paged_attention(q, k_cache, v_cache, *where, self._scale, *scales)
         if self._is_gated:
             out = self._kernels.sigmoid_mul(out, gate)
         return out.flatten(-2)

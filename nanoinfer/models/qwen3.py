@@ -16,7 +16,6 @@ T tokens, H query heads, KV key-value heads, D head dim, E hidden, V vocabulary,
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -27,7 +26,7 @@ from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.linear import Pack, if_readable
 from nanoinfer.kernels.moe import PackExperts
 from nanoinfer.kernels.norm_rope_store import HeadNorms
-from nanoinfer.layers.attention import Attention, KVCache, KVCacheSpec
+from nanoinfer.layers.attention import KV, Attention, KVCacheSpec
 from nanoinfer.layers.embedding import Embedding
 from nanoinfer.layers.gated_delta_net import GatedDeltaNet, StateCache, StateCacheSpec
 from nanoinfer.layers.layernorm import Form, RMSNorm
@@ -36,7 +35,7 @@ from nanoinfer.layers.moe import Experts, make_mlp
 from nanoinfer.layers.rotary_embedding import RotaryEmbedding, get_rope
 from nanoinfer.model_config import ModelConfig
 
-Cache = KVCache | StateCache
+Cache = KV | StateCache
 CacheSpec = KVCacheSpec | StateCacheSpec
 
 
@@ -59,7 +58,7 @@ class SelfAttention(nn.Module):
         self.cache_spec = KVCacheSpec(heads[1], D, factory["dtype"])
         self.attn = Attention(D, rope, norms, kernels, config.gated_attention)
 
-    def forward(self, hidden: Tensor, cache: KVCache, batch: Batch, rows: Tensor | None) -> Tensor:
+    def forward(self, hidden: Tensor, cache: KV, batch: Batch, rows: Tensor | None) -> Tensor:
         D = self.cache_spec.head_dim
         q, k, v = self.qkv_proj(hidden).split(self.qkv_proj.sizes, dim=-1)
         q = q.unflatten(-1, (-1, self.qkv_proj.query_size))  # [T, H, D], or with a gate [T, H, 2D]
@@ -196,16 +195,10 @@ class CausalLM(nn.Module):
                     assert packed.blocks is not None, "it is readable"
                     embedding.read_from(packed.blocks)
 
-    def cache_specs(
-        self, kv_dtype: torch.dtype | None = None, is_rotated: bool = False
-    ) -> list[CacheSpec]:
-        """What each layer caches, keys and values in `kv_dtype`; the runner allocates it."""
+    def cache_specs(self) -> list[CacheSpec]:
+        """What each layer caches; the runner allocates it."""
         layers = (layer for layer in self.model.layers if isinstance(layer, DecoderLayer))
-        specs = [layer.mixer.cache_spec for layer in layers]
-        if kv_dtype is None:
-            return specs
-        changes = {"dtype": kv_dtype, "is_rotated": is_rotated}
-        return [replace(s, **changes) if isinstance(s, KVCacheSpec) else s for s in specs]
+        return [layer.mixer.cache_spec for layer in layers]
 
     def forward(self, batch: Batch, caches: list[Cache], rows: Tensor | None = None) -> Tensor:
         """Hidden states after the final norm: [T, E], or those of `rows` (not empty)."""
