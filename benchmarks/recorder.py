@@ -110,19 +110,22 @@ def embedding_cost(args: tuple, kwargs: dict, result: Tensor) -> Counter:
 
 
 def attention_cost(args: tuple, kwargs: dict, result: Tensor) -> Counter:
-    q, k_cache, _, tables, seq_lens, cu_seqlens_q, _ = args
+    q, k_cache, _, tables, seq_lens, cu_seqlens_q, _, *scales = args
     lens = list(zip(cu_seqlens_q.diff().tolist(), seq_lens.tolist(), strict=True))
     # Of a chunk of n queries the last one sees all keys, the one before it one less.
     pairs = sum(n * seq_len - n * (n - 1) // 2 for n, seq_len in lens)
-    read = 2 * int(seq_lens.sum()) * k_cache[0, 0].numel() * k_cache.itemsize
+    bytes_per_token = k_cache[0, 0].numel() * k_cache.itemsize
+    bytes_per_token += sum(pair.k[0, 0].numel() * pair.k.itemsize for pair in scales)
+    read = 2 * int(seq_lens.sum()) * bytes_per_token
     rest = call_cost((q, tables, seq_lens, cu_seqlens_q), {}, result)
     return rest + Counter(bytes=read, flops=4 * pairs * q[0].numel())  # q k, then p v
 
 
 def store_cost(args: tuple, kwargs: dict, result: Tensor) -> Counter:
-    q, k, v, norms, positions, rope, *_, slots = args
+    q, k, v, norms, positions, rope, k_cache, _, slots, *scales = args
     angles = positions.numel() * rope.cos_sin[0].numel() * rope.cos_sin.itemsize
-    stored = call_cost((k, v), {}, None) + Counter(bytes=angles)
+    per_token = k[0].numel() * k_cache.itemsize + sum(4 * pair.k[0, 0].numel() for pair in scales)
+    stored = Counter(bytes=angles + 2 * len(k) * per_token)
     return call_cost((q, k, v, norms, positions, slots), {}, result) + stored
 
 

@@ -1124,6 +1124,66 @@ MUTATIONS = [
         "layers=frozenset(layers),",
         "tests/test_moe.py::test_which_layers_are_a_mixture",
     ),
+    Mutation(
+        "kernels/quantized_kv.py",
+        "return wide.flatten(-2) * size**-0.5",
+        "return wide.flatten(-2) / size",
+        "tests/test_quantized_kv.py::test_a_rotation_is_the_normalised_hadamard_matrix",
+    ),
+    Mutation(
+        "kernels/quantized_kv.py",
+        "return (values.round() if dtype == torch.int8 else values).to(dtype), scales",
+        "return values.to(dtype), scales",
+        "tests/test_quantized_kv.py::test_a_value_is_at_most_half_a_step_off",
+    ),
+    Mutation(
+        "kernels/paged_attention.py",
+        "        return hadamard(out).to(q.dtype)",
+        "        return out",
+        "tests/test_quantized_kv.py::test_reference_is_attention_over_what_was_stored",
+    ),
+    Mutation(
+        "kernels/norm_rope_store.py",
+        "q, k, v = hadamard(q).to(q.dtype), hadamard(k), hadamard(v)",
+        "k, v = hadamard(k), hadamard(v)",
+        "tests/test_quantized_kv.py::test_store_twin",
+    ),
+    Mutation(
+        "kernels/heads.h",
+        "(vf)(size + (121u << 23)) - SMALLEST",
+        "(vf)(size + (121u << 23))",
+        "tests/test_quantized_kv.py::test_attention_twin",
+    ),
+    Mutation(
+        "kernels/heads.h",
+        "(bits + 0x7ffff + (bits >> 20 & 1))",
+        "(bits + 0x7ffff)",
+        "tests/test_quantized_kv.py::test_store_twin",
+    ),
+    Mutation(
+        "kernels/paged_attention.cpp",
+        "if (scales.is_rotated) hadamard(scratch, D);",
+        "",
+        "tests/test_quantized_kv.py::test_attention_twin",
+    ),
+    Mutation(
+        "kernels/paged_attention.cpp",
+        "widen_head(v + head * D, scales.v[head], D, out + apart);",
+        "widen_head(v + head * D, scales.k[head], D, out + apart);",
+        "tests/test_quantized_kv.py::test_attention_twin",
+    ),
+    Mutation(
+        "kernels/norm_rope_store.cpp",
+        "v8.put(slot + h, values.at(t, h), D, wide.data());",
+        "v8.put(slot, values.at(t, h), D, wide.data());",
+        "tests/test_quantized_kv.py::test_store_twin",
+    ),
+    Mutation(
+        "layers/quantized_kv_cache.py",
+        "return super().bytes_per_unit(block_size) + scales",
+        "return super().bytes_per_unit(block_size)",
+        "tests/test_quantized_kv.py::test_a_spec_counts_what_it_allocates",
+    ),
 ]
 
 

@@ -52,9 +52,22 @@ void store(e4m3* p, vf x) {  // to nearest even, of at most 448
   std::memcpy(p, &bytes, sizeof(bytes));
 }
 
+template <class T> void store(T* p, vf x, vf y) {
+#if defined(__AVX512BF16__)
+  if constexpr (std::is_same_v<T, bf16>) {
+    const __m512bh both = _mm512_cvtne2ps_pbh((__m512)y, (__m512)x);
+    std::memcpy(p, &both, sizeof(both));
+    return;
+  }
+#endif
+  store(p, x), store(p + W, y);
+}
+
 // out[d] = values[d] * scale
 template <class V, class T> void widen_head(const V* values, float scale, int64_t D, T* out) {
   int64_t d = 0;
+  for (; d + 2 * W <= D; d += 2 * W)
+    store(out + d, load(values + d) * scale, load(values + d + W) * scale);
   for (; d + W <= D; d += W) store(out + d, load(values + d) * scale);
   if (d == D) return;
   V rest[W] = {};
