@@ -84,7 +84,7 @@ def ops_table(tables: dict[str, Kernels]) -> str:
 def logprobs(folder: Path, ids: list[int], **options: Any) -> Tensor:
     """[T, V]: the whole text in one step."""
     with LLM(folder, dtype="bfloat16", max_model_len=4096, **options) as llm:
-        engine, runner = llm.engine, llm.engine._runner
+        engine, runner = llm.engine, llm.engine._pipeline.runner
         seq = engine.make_request(ids, SamplingParams()).sequences[0]
         block_size = engine.config.block_size
         seq.block_table = list(range(1, 1 + -(-len(ids) // block_size)))

@@ -59,10 +59,11 @@ from nanoinfer.batch import Batch
 from nanoinfer.cache_sizes import CacheSizes
 from nanoinfer.demo import demo_model
 from nanoinfer.kernels import Kernels
+from nanoinfer.launched import Launched
 from nanoinfer.llm import LLMEngine
 from nanoinfer.model_config import ModelConfig
 from nanoinfer.model_runner import choose_dtype
-from nanoinfer.scheduler import SampledTokens
+from nanoinfer.sampler import Drawn
 
 HEADS = ("ms", "% of step", "MB", "GFLOP", "least ms", "% reached")
 PARAMS = SamplingParams(temperature=0.6, ignore_eos=True, max_tokens=None)
@@ -137,11 +138,9 @@ class NullRunner:
         num_blocks = config.num_kv_blocks or config.max_num_seqs * blocks
         self.cache_sizes = CacheSizes(num_blocks, config.max_num_seqs, 0)
 
-    def run(self, batch: Batch) -> list[SampledTokens]:
-        results = [SampledTokens([])] * batch.num_entries
-        for i in batch.sampled_entries:
-            results[i] = SampledTokens([_NULL_TOKEN])
-        return results
+    def launch(self, batch: Batch, before: Launched | None) -> Launched:
+        ids = torch.full((len(batch.sampled_entries),), _NULL_TOKEN)
+        return Launched(batch, Drawn(ids, [None] * len(ids), None), {})
 
 
 class _Enough(Exception):  # noqa: N818 (no error)

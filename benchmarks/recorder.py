@@ -163,7 +163,7 @@ _COSTS: dict[str, CostOf] = {
 @contextlib.contextmanager
 def recording(engine: LLMEngine, recorder: Recorder) -> Iterator[None]:
     """Every stage and op of `engine` goes through `recorder` until the end of the block."""
-    runner: Any = engine._runner
+    runner: Any = engine._pipeline.runner
     stages: list[tuple[Any, str, str]] = [
         (engine, "step", STEP),
         (engine.scheduler, "schedule", "schedule"),
@@ -172,7 +172,7 @@ def recording(engine: LLMEngine, recorder: Recorder) -> Iterator[None]:
     ]
     with contextlib.ExitStack() as stack:
         if not isinstance(runner, nanoinfer.model_runner.ModelRunner):
-            stages.append((runner, "run", "null model"))
+            stages.append((runner, "launch", "null model"))
         else:
             stages += [(runner._model, "forward", "forward"), (runner._model, "logits", "logits")]
             stages.append((nanoinfer.model_runner, "sample", "sampling"))

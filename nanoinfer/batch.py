@@ -26,7 +26,6 @@ from torch import Tensor
 
 from nanoinfer.positions import join
 from nanoinfer.scheduler import ScheduledSequence
-from nanoinfer.sequence import Sequence
 
 
 class Entries(NamedTuple):
@@ -77,6 +76,7 @@ class Batch:
     sampled_entries: list[int]  # [R] which scheduled sequence a sampled row belongs to
     num_entries: int
     sampling: SamplingBatch | None
+    pending: Tensor | None = None  # [2, P]: input_ids[i] is what the step before samples in row j
     prompt_logprobs: list[PromptLogprobs] = field(default_factory=list)
 
     @property
@@ -94,9 +94,13 @@ class Batch:
         states = [(entry.seq.state.source, entry.seq.state.slot) for entry in step]
         input_ids: list[int] = []
         positions = []
+        pending = []
         for seq, start, num_tokens, _ in step:
             input_ids.extend(seq.token_ids[start : start + num_tokens])
             positions.append(seq.positions(start, start + num_tokens))
+            if start + num_tokens > len(seq):
+                pending.append((len(input_ids), seq.pending_row))
+                input_ids.append(0)
         rows = np.repeat(np.arange(len(step)), q_lens)
         places = np.arange(len(rows)) + (starts - cu_seqlens_q[:-1])[rows]  # in its sequence
         slots = tables[rows, places // block_size] * np.int64(block_size) + places % block_size
@@ -113,7 +117,8 @@ class Batch:
             logits_indices=upload(cu_seqlens_q[1:][sampled] - 1, np.int64),
             sampled_entries=sampled,
             num_entries=len(step),
-            sampling=_build_sampling([step[i].seq for i in sampled], device) if sampled else None,
+            sampling=_build_sampling([step[i] for i in sampled], device) if sampled else None,
+            pending=upload(np.transpose(pending), np.int64) if pending else None,
             prompt_logprobs=_find_prompt_logprobs(step, cu_seqlens_q),
         )
 
@@ -129,11 +134,14 @@ def _stack(tables: list[list[int]]) -> np.ndarray:
 
 
 def _upload(values: np.ndarray | list, dtype: type, device: torch.device) -> Tensor:
-    return torch.from_numpy(np.asarray(values, dtype)).to(device)
+    host = torch.from_numpy(np.asarray(values, dtype))
+    # Pinned, or it would wait for the step before.
+    return host if device.type == "cpu" else host.pin_memory().to(device, non_blocking=True)
 
 
-def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch:
-    params = [seq.params for seq in seqs]
+def _build_sampling(step: list[ScheduledSequence], device: torch.device) -> SamplingBatch:
+    seqs, params = [entry.seq for entry in step], [entry.seq.params for entry in step]
+    positions = [entry.start + entry.num_tokens for entry in step]
     upload = functools.partial(_upload, device=device)
 
     def entries(parts: list[tuple[int, np.ndarray, np.ndarray]]) -> Entries | None:
@@ -149,7 +157,7 @@ def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch
         p = seq.params
         if p.logit_bias:
             added.append((row, np.array(list(p.logit_bias)), np.array(list(p.logit_bias.values()))))
-        if seq.num_output_tokens < p.min_tokens:
+        if positions[row] - seq.num_prompt_tokens < p.min_tokens:
             eos = () if p.ignore_eos else seq.request.eos_token_ids
             stops = np.array(sorted({*eos, *p.stop_token_ids}), np.int64)
             added.append((row, stops, np.full(len(stops), -np.inf)))
@@ -165,7 +173,7 @@ def _build_sampling(seqs: list[Sequence], device: torch.device) -> SamplingBatch
         top_p=upload([p.top_p for p in params], np.float32),
         min_p=upload([p.min_p for p in params], np.float32),
         seeds=upload([seq.seed for seq in seqs], np.int64),
-        positions=upload([len(seq) for seq in seqs], np.int64),
+        positions=upload(positions, np.int64),
         added=entries(added),
         repetition=entries(repetition),
         penalties=entries(penalties),

@@ -65,6 +65,9 @@ class EngineConfig:
     """Reuse KV blocks of equal prefixes."""
     enforce_eager: bool = False
     """No torch.compile, and no recording of decoding steps."""
+    async_scheduling: bool | None = None
+    """Prepare a step while the one before it runs (models without recurrent layers). None: on CUDA
+    only."""
     compile: bool | None = None
     """torch.compile the fused elementwise layers. None: on CUDA only."""
     kernels: Literal["auto", "ref"] = "auto"
@@ -132,6 +135,7 @@ def _is_share(value: Any) -> bool:
 _COUNT = ("an integer >= 1", _is_count)
 _MAYBE_COUNT = ("None or an integer >= 1", lambda v: v is None or _is_count(v))
 _FLAG = ("True or False", lambda v: isinstance(v, bool))
+_MAYBE_FLAG = ("None, True or False", lambda v: v is None or isinstance(v, bool))
 _CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "model": ("a folder, a .gguf file or a hub id", lambda v: isinstance(v, str) and v != ""),
     "tokenizer": ("None, a folder or a hub id", lambda v: v is None or isinstance(v, str | Path)),
@@ -159,7 +163,8 @@ _CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "gpu_memory_utilization": ("a number in (0, 1]", _is_share),
     "enable_prefix_caching": _FLAG,
     "enforce_eager": _FLAG,
-    "compile": ("None, True or False", lambda v: v is None or isinstance(v, bool)),
+    "async_scheduling": _MAYBE_FLAG,
+    "compile": _MAYBE_FLAG,
     "kernels": _one_of("auto", "ref"),
     "generation_config": _one_of("auto", "ignore"),
     "seed": ("an integer", lambda v: isinstance(v, int)),

@@ -24,13 +24,13 @@ from typing import Any
 import xxhash
 from tqdm import tqdm
 
-from nanoinfer.batch import Batch
 from nanoinfer.caches import make_pools
 from nanoinfer.checkpoint import find_checkpoint
 from nanoinfer.config import EngineConfig
 from nanoinfer.model_config import ModelConfig, as_list, load_generation_config
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.outputs import EngineStats, RequestOutput
+from nanoinfer.pipeline import Pipeline
 from nanoinfer.prompts import (
     Prompt,
     as_conversations,
@@ -59,13 +59,14 @@ class LLMEngine:
         found = load_generation_config(folder)
         self._eos_token_ids = self._find_eos_token_ids(found)
         self.generation_config = {} if config.generation_config == "ignore" else found
-        self._runner: ModelRunner | None = ModelRunner(config, self.model_config, folder)
-        self.kernels = self._runner.kernels.name
-        self.max_model_len = self._runner.max_model_len
-        sizes = self._runner.cache_sizes
+        runner = ModelRunner(config, self.model_config, folder)
+        self.kernels = runner.kernels.name
+        self.max_model_len = runner.max_model_len
+        sizes = runner.cache_sizes
         make_blocks, make_states = make_pools(sizes, config)
         budget = config.max_num_batched_tokens
         self.scheduler = Scheduler(make_blocks, sizes.max_num_seqs, budget, make_states)
+        self._pipeline: Pipeline | None = Pipeline(config, self.scheduler, runner)
         self._requests: dict[str, Request] = {}
         self._counter = itertools.count()
         self._num_steps = 0
@@ -102,7 +103,7 @@ class LLMEngine:
     def add_request(self, request: Request) -> None:
         """Queue a request; the following steps work on it."""
         with self._lock:
-            if self._runner is None:
+            if self._pipeline is None:
                 raise RuntimeError("this engine has been closed; make a new LLM")
             self._requests[request.request_id] = request
             for seq in request.sequences:
@@ -122,22 +123,21 @@ class LLMEngine:
     def step(self) -> None:
         """Run one batch: the whole engine in a few lines."""
         with self._lock:
-            if not self.scheduler.has_work or self._runner is None:
+            if not self.scheduler.has_work or self._pipeline is None:
                 return
             start = time.perf_counter()
             try:
                 step = self.scheduler.schedule()
-                batch = Batch.build(step, self.config.block_size, self.config.torch_device)
-                sampled = self._runner.run(batch)
-                self.scheduler.commit(step, sampled)
+                done = self._pipeline.run(step)
             except BaseException:  # Ctrl-C too: blocks and tokens may be half updated
+                self._pipeline.clear()
                 self.scheduler.reset(s for r in self._requests.values() for s in r.sequences)
                 raise
-            self._num_steps += 1
+            self._num_steps += bool(step)
             if logger.isEnabledFor(logging.DEBUG):  # one line a step: `example.py --trace`
                 milliseconds = 1e3 * (time.perf_counter() - start)
                 logger.debug("%s  %.1f ms", self.scheduler.describe(step), milliseconds)
-            for seq, *_ in step:
+            for seq, *_ in done:
                 if seq.is_finished or seq.request.metrics.first_token_time is None:
                     self._note_progress(seq.request)
 
@@ -163,7 +163,7 @@ class LLMEngine:
         with self._lock:
             for request_id in list(self._requests):
                 self.abort(request_id)
-            self._runner = None
+            self._pipeline = None
 
     def _note_progress(self, request: Request) -> None:
         """Note the times of first token and end; forget a request that is done."""

@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from nanoinfer.batch import Batch
+from nanoinfer.batch import Batch, PromptLogprobs
 from nanoinfer.cache_sizes import CacheSizes, choose_max_model_len, plan_caches
 from nanoinfer.config import DTYPES, QUANTIZED, EngineConfig
 from nanoinfer.cpu_graphs import CpuGraphs
@@ -24,13 +24,13 @@ from nanoinfer.cuda_graphs import CudaGraphs
 from nanoinfer.graphs import free_memory, make_graphs
 from nanoinfer.kernels import select_kernels
 from nanoinfer.kernels.build import cpu_features
+from nanoinfer.launched import Launched
 from nanoinfer.layers.quantized_kv_cache import choose_specs
 from nanoinfer.loader import load_weights
 from nanoinfer.model_config import ModelConfig
 from nanoinfer.models.qwen3 import Cache, CausalLM
 from nanoinfer.outputs import Logprob
 from nanoinfer.sampler import sample, top_logprobs
-from nanoinfer.scheduler import SampledTokens
 
 logger = logging.getLogger("nanoinfer")
 
@@ -73,20 +73,25 @@ class ModelRunner:
             self._graphs = make_graphs(self._model, self._caches, *sizes, self.kernels)
 
     @torch.inference_mode()
-    def run(self, batch: Batch) -> list[SampledTokens]:
-        """One step: forward, logits of the rows that matter, sampling."""
+    def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
+        """One step: forward, logits of the rows that matter, sampling.
+
+        Pending input ids are what `before` samples. On a GPU this returns before the work is done.
+        """
+        if batch.pending is not None:
+            assert before is not None, "somebody samples what is pending"
+            rows, sources = batch.pending
+            batch.input_ids[rows] = before.token_ids[sources]
         hidden, logits_indices = self._forward(batch)
-        results = [SampledTokens([])] * batch.num_entries
+        drawn = None
         if batch.sampling is not None:
             logits = self._model.logits(hidden[logits_indices])  # [R, V]
-            token_ids, logprobs = sample(logits, batch.sampling, self.kernels)
-            rows = zip(batch.sampled_entries, token_ids, logprobs, strict=True)
-            for i, token_id, logprob in rows:
-                results[i] = SampledTokens([token_id], None if logprob is None else [logprob])
-        for wanted in batch.prompt_logprobs:
-            found = self._prompt_logprobs(hidden[wanted.rows], wanted.targets, wanted.num_logprobs)
-            results[wanted.entry] = results[wanted.entry]._replace(prompt_logprobs=found)
-        return results
+            drawn = sample(logits, batch.sampling, self.kernels)
+        found = {
+            wanted.entry: self._prompt_logprobs(hidden[wanted.rows], wanted)
+            for wanted in batch.prompt_logprobs
+        }
+        return Launched(batch, drawn, found)
 
     def _forward(self, batch: Batch) -> tuple[Tensor, Tensor | slice]:
         """Hidden states, and which of them are sampled from."""
@@ -96,15 +101,13 @@ class ModelRunner:
             return self._model(batch, self._caches), batch.logits_indices
         return self._model(batch, self._caches, batch.logits_indices), slice(None)
 
-    def _prompt_logprobs(
-        self, hidden: Tensor, targets: list[int], num_logprobs: int
-    ) -> list[dict[int, Logprob]]:
+    def _prompt_logprobs(self, hidden: Tensor, wanted: PromptLogprobs) -> list[dict[int, Logprob]]:
         found: list[dict[int, Logprob]] = []
-        for start in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
+        for start in range(0, len(wanted.targets), _PROMPT_LOGPROB_ROWS):
             chunk = slice(start, start + _PROMPT_LOGPROB_ROWS)
             logprobs = self._model.logits(hidden[chunk]).log_softmax(-1)
-            rows = targets[chunk]
-            found += top_logprobs(logprobs, rows, [num_logprobs] * len(rows))
+            rows = wanted.targets[chunk]
+            found += top_logprobs(logprobs, rows, [wanted.num_logprobs] * len(rows))
         return found
 
     def _allocate(self, sizes: CacheSizes) -> list[Cache]:

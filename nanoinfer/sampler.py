@@ -21,27 +21,23 @@ from nanoinfer.kernels.gumbel import row_keys
 from nanoinfer.outputs import Logprob
 
 
-class SamplerOutput(NamedTuple):
-    token_ids: list[int]  # [R]
-    logprobs: list[dict[int, Logprob] | None]  # [R]
+class Drawn(NamedTuple):
+    """What the device has drawn, or will have."""
+
+    token_ids: Tensor  # [R] int64
+    num_logprobs: list[int | None]  # [R]
+    logprobs: Tensor | None  # [W, V], of the W rows that asked for some
 
 
-def sample(logits: Tensor, sampling: SamplingBatch, kernels: Kernels) -> SamplerOutput:
-    """Draw one id per row of logits [R, V] (fp32; changed in place)."""
+def sample(logits: Tensor, sampling: SamplingBatch, kernels: Kernels) -> Drawn:
+    """Draw one id per row of logits [R, V] (fp32; changed in place), waiting for nothing."""
     wanted = [row for row, k in enumerate(sampling.num_logprobs) if k is not None]
     raw = logits[wanted].log_softmax(-1) if wanted else None
     _adjust(logits, sampling)
     keys = row_keys(sampling.seeds, sampling.positions)
     filters = (sampling.top_k, sampling.top_p, sampling.min_p)
     token_ids = kernels.draw(logits, sampling.temperatures, *filters, keys)
-    ids = token_ids.tolist()
-    logprobs: list[dict[int, Logprob] | None] = [None] * len(ids)
-    if raw is not None:
-        counts = [k for k in sampling.num_logprobs if k is not None]
-        found = top_logprobs(raw, [ids[row] for row in wanted], counts)
-        for row, value in zip(wanted, found, strict=True):
-            logprobs[row] = value
-    return SamplerOutput(ids, logprobs)
+    return Drawn(token_ids, sampling.num_logprobs, raw)
 
 
 def top_logprobs(

@@ -84,7 +84,7 @@ class Scheduler:
         step = self._schedule_running()
         if self.num_preemptions == preemptions_before:
             self._admit_waiting(step)
-        if not step and self.has_work:
+        if not step and self.has_work and not any(seq.num_pending for seq in self.running):
             raise RuntimeError(
                 f"scheduler: nothing can run; {len(self.running)} running, {len(self.waiting)} "
                 f"waiting, {self.block_manager.num_free_blocks} of "
@@ -93,8 +93,14 @@ class Scheduler:
         return step
 
     def commit(self, step: list[ScheduledSequence], sampled: list[SampledTokens]) -> None:
-        """Take a step's results: a ragged list, one entry per scheduled sequence."""
-        for (seq, *_), result in zip(step, sampled, strict=True):
+        """Take a step's results: a ragged list, one entry per scheduled sequence.
+
+        What ended after the step was launched has no use for them.
+        """
+        for (seq, _, _, is_sampling), result in zip(step, sampled, strict=True):
+            if seq.is_finished:
+                continue
+            seq.num_pending -= is_sampling
             self.caches.register(seq)
             if result.prompt_logprobs is not None:
                 seq.request.add_prompt_logprobs(result.prompt_logprobs)
@@ -118,6 +124,7 @@ class Scheduler:
         self.caches = self._make_caches()
         self.running, self.waiting = [], deque(seq for seq in seqs if not seq.is_finished)
         for seq in self.waiting:
+            seq.num_pending = 0
             seq.block_table = []
             seq.state.reset()
             self.caches.free(seq)
@@ -145,8 +152,10 @@ class Scheduler:
             while not self.caches.allocate(seq, seq.num_computed + num_tokens):
                 victim = self._preempt_newest()
                 victims.append(victim)
-                budget += sum(entry.num_tokens for entry in step if entry.seq is victim)
-                step = [entry for entry in step if entry.seq is not victim]
+                for entry in [entry for entry in step if entry.seq is victim]:
+                    budget += entry.num_tokens
+                    victim.num_pending -= entry.is_sampling
+                    step.remove(entry)
                 if victim is seq:
                     break
             else:
@@ -180,7 +189,7 @@ class Scheduler:
 
     def _chunk(self, seq: Sequence, budget: int) -> int:
         """How many of its tokens to compute next."""
-        num_tokens = min(seq.num_remaining, budget)
+        num_tokens = 0 if seq.is_full else min(seq.num_remaining, budget)
         return self.caches.chunk_end(seq, seq.num_computed + num_tokens) - seq.num_computed
 
     def _admit(self, seq: Sequence, prefix: Prefix) -> None:
@@ -197,7 +206,9 @@ class Scheduler:
     def _advance(self, seq: Sequence, num_tokens: int) -> ScheduledSequence:
         start = seq.num_computed
         seq.num_computed += num_tokens
-        return ScheduledSequence(seq, start, num_tokens, is_sampling=seq.num_remaining == 0)
+        is_sampling = seq.num_remaining == 0
+        seq.num_pending += is_sampling
+        return ScheduledSequence(seq, start, num_tokens, is_sampling)
 
     def _preempt_newest(self) -> Sequence:
         victim = self.running.pop()

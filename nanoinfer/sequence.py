@@ -8,6 +8,9 @@ tokens and what was lost to preemption are the same thing.
 
     token_ids     [ prompt ............ | generated ...... ]
     num_computed  ---- keys and values in the cache --->|      (<= len(token_ids))
+
+Of a step that the device still works on, the sampled token is pending: it counts as the next work
+before anybody knows which one it is.
 """
 
 from dataclasses import dataclass
@@ -50,6 +53,8 @@ class Sequence:
         self.num_prompt_tokens = len(self.token_ids)
         self.image_positions: ImagePositions | None = None  # of a prompt with images
         self.num_computed = 0
+        self.num_pending = 0  # tokens that launched steps sample
+        self.pending_row = 0  # of the last one of them, among all that its step samples
         self.was_admitted = False
         self.num_cached_tokens = 0  # of the prompt, found in the prefix cache on first admission
         self.block_table: list[int] = []
@@ -67,8 +72,8 @@ class Sequence:
 
     @property
     def num_remaining(self) -> int:
-        """Known tokens whose keys and values are not in the cache yet."""
-        return len(self.token_ids) - self.num_computed
+        """Known and pending tokens whose keys and values are not in the cache yet."""
+        return len(self.token_ids) + self.num_pending - self.num_computed
 
     @property
     def output_token_ids(self) -> list[int]:
@@ -77,6 +82,13 @@ class Sequence:
     @property
     def num_output_tokens(self) -> int:
         return len(self.token_ids) - self.num_prompt_tokens
+
+    @property
+    def is_full(self) -> bool:
+        """What is pending will be its last token."""
+        length = len(self) + self.num_pending
+        is_last = length - self.num_prompt_tokens == self.params.max_tokens
+        return self.num_pending > 0 and (is_last or length >= self.request.max_model_len)
 
     @property
     def is_finished(self) -> bool:

@@ -1184,6 +1184,60 @@ MUTATIONS = [
         "return super().bytes_per_unit(block_size)",
         "tests/test_quantized_kv.py::test_a_spec_counts_what_it_allocates",
     ),
+    Mutation(
+        "block_manager.py",
+        "num_known = min(seq.num_computed, len(seq))",
+        "num_known = seq.num_computed",
+        "tests/test_scheduler_machine.py",
+    ),
+    Mutation(
+        "sequence.py",
+        "return self.num_pending > 0 and (is_last or length >= self.request.max_model_len)",
+        "return False",
+        "tests/test_scheduler_machine.py",
+    ),
+    Mutation(
+        "scheduler.py",
+        "            if seq.is_finished:\n                continue\n            seq.num_pending",
+        "            seq.num_pending",
+        "tests/test_scheduler_machine.py",
+    ),
+    Mutation(
+        "scheduler.py",
+        "                    victim.num_pending -= entry.is_sampling\n",
+        "",
+        "tests/test_scheduler_machine.py",
+    ),
+    Mutation(
+        "scheduler.py",
+        "            seq.num_pending = 0\n",
+        "",
+        "tests/test_scheduler_machine.py",
+    ),
+    Mutation(
+        "pipeline.py",
+        "seq.pending_row = row",
+        "seq.pending_row = 0",
+        "tests/test_pipeline.py::test_greedy_ids_equal_transformers",
+    ),
+    Mutation(
+        "pipeline.py",
+        "and not any(map(_needs_tokens, step))",
+        "",
+        "tests/test_pipeline.py::test_answers_do_not_depend_on_it",
+    ),
+    Mutation(
+        "pipeline.py",
+        "self._is_async = wanted and scheduler.caches.states is None",
+        "self._is_async = wanted",
+        "tests/test_pipeline.py::test_states_are_waited_for",
+    ),
+    Mutation(
+        "batch.py",
+        "if positions[row] - seq.num_prompt_tokens < p.min_tokens:",
+        "if seq.num_output_tokens < p.min_tokens:",
+        "tests/test_pipeline.py::test_min_tokens_counts_what_is_pending",
+    ),
 ]
 
 

@@ -707,13 +707,13 @@ def test_generation_configs_sampling_values_are_said_once_in_the_log(make, caplo
 
 def count_computed(llm, monkeypatch):
     """A list that gets the number of tokens of each step."""
-    counts, run = [], llm.engine._runner.run
+    counts, launch = [], llm.engine._pipeline.runner.launch
 
-    def counting(batch):
+    def counting(batch, before):
         counts.append(len(batch.input_ids))
-        return run(batch)
+        return launch(batch, before)
 
-    monkeypatch.setattr(llm.engine._runner, "run", counting)
+    monkeypatch.setattr(llm.engine._pipeline.runner, "launch", counting)
     return counts
 
 
@@ -879,7 +879,7 @@ PLACES = {
     "schedule": lambda engine: (engine.scheduler, "schedule"),
     "prefix": lambda engine: (engine.scheduler.block_manager, "find_prefix"),
     "allocate": lambda engine: (engine.scheduler.block_manager, "allocate"),
-    "run": lambda engine: (engine._runner, "run"),
+    "run": lambda engine: (engine._pipeline.runner, "launch"),
     "register": lambda engine: (engine.scheduler.block_manager, "register"),
     "commit": lambda engine: (engine.scheduler, "commit"),
     "free": lambda engine: (engine.scheduler.block_manager, "free"),

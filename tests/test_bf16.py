@@ -54,7 +54,7 @@ def our_logprobs(folder: Path, sequences: list[list[int]], kernels: str) -> Tens
             seq.block_table = list(range(1, 1 + -(-len(ids) // 16)))
             step = [ScheduledSequence(seq, 0, len(ids), is_sampling=True)]
             batch = Batch.build(step, 16, torch.device("cpu"))
-            runner = llm.engine._runner
+            runner = llm.engine._pipeline.runner
             hidden = runner._model(batch, runner._caches)
             found.append(runner._model.logits(hidden).log_softmax(-1))
     return torch.cat(found)

@@ -35,7 +35,7 @@ def run(folder, **options) -> tuple[list, list[int]]:
         ]
         first = llm.generate(prompts, params, use_tqdm=False)
         again = llm.generate(prompts[::-1], params[::-1], use_tqdm=False)
-        graphs = llm.engine._runner._graphs
+        graphs = llm.engine._pipeline.runner._graphs
         recorded = [] if graphs is None else list(graphs._recordings)
     return [o.outputs[0].token_ids for o in first + again], recorded
 
@@ -66,7 +66,7 @@ def test_float32_is_run_layer_by_layer(tiny_qwen3):
 def test_hidden_states_are_the_same_bits(tiny_qwen3):
     """Of a batch that a recording has not seen, after others have used its buffers."""
     with LLM(tiny_qwen3, dtype="bfloat16", quantization="int8", skip_tokenizer_init=True) as llm:
-        runner = llm.engine._runner
+        runner = llm.engine._pipeline.runner
         found = []
 
         def forward(batch):

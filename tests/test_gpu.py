@@ -133,7 +133,7 @@ def test_greedy_ids_equal_transformers(tiny, name, options):
 @pytest.mark.parametrize("name", ["tiny-qwen3", "tiny-qwen3-moe", "tiny-qwen3_5"])
 def test_replays_are_the_bits_of_the_model_and_wait_for_nothing(tiny, name):
     with LLM(tiny(name), dtype="bfloat16", device="cuda", skip_tokenizer_init=True) as llm:
-        runner = llm.engine._runner
+        runner = llm.engine._pipeline.runner
         for prompt in ([5, 6, 7], [8] * 30, [9] * 5):
             llm.engine.add_request(llm.engine.make_request(prompt, GREEDY))
         while llm.engine.scheduler.waiting or not llm.engine.scheduler.running[-1].output_token_ids:

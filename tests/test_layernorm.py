@@ -389,7 +389,7 @@ def check_first_norm(folder: Path, text: str, dtype: torch.dtype, kernels: str) 
         torch.inference_mode(),
         LLM(folder, dtype=str(dtype)[6:], num_kv_blocks=4, device="cpu", kernels=kernels) as llm,
     ):
-        model = llm.engine._runner._model.model
+        model = llm.engine._pipeline.runner._model.model
         ids = torch.tensor(llm.get_tokenizer().encode(text))
         norm, hidden = model.layers[0].input_layernorm, model.embed_tokens(ids)
         residual = random(*hidden.shape, dtype=dtype)

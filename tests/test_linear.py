@@ -1297,7 +1297,7 @@ def test_int8_kernel_refuses_what_it_would_misread(x, message):
 
 
 def model_of(llm: LLM):
-    return llm.engine._runner._model
+    return llm.engine._pipeline.runner._model
 
 
 def linears_of(llm: LLM) -> list[Linear]:

@@ -93,7 +93,7 @@ def test_bytes_and_operations_of_linears_are_those_of_the_shape(
         "down": (FFN, E),
     }
     with llm:
-        layer = llm.engine._runner._model.model.layers[1]
+        layer = llm.engine._pipeline.runner._model.model.layers[1]
         if is_quantized:
             layer.mlp.down_proj.quantize(torch.int8)
         _, costs = decode(llm, num_seqs=3)

@@ -213,7 +213,7 @@ def test_the_table_keeps_its_address_while_one_of_its_users_lives():
 
 def test_layers_and_engines_share_the_table(tiny_qwen3):
     def tables(llm: LLM) -> set[int]:
-        layers = llm.engine._runner._model.model.layers
+        layers = llm.engine._pipeline.runner._model.model.layers
         return {id(layer.self_attn.attn._rope) for layer in layers}
 
     with LLM(tiny_qwen3, num_kv_blocks=16) as one, LLM(tiny_qwen3, num_kv_blocks=16) as two:
@@ -526,7 +526,7 @@ def test_sections_that_are_not_the_frequencies_are_refused(section):
 def test_is_the_table_part_of_the_checkpoint(tiny_qwen3):
     """No: it is computed from the config, and no module holds it."""
     with LLM(tiny_qwen3, num_kv_blocks=4) as llm:
-        model = llm.engine._runner._model
+        model = llm.engine._pipeline.runner._model
         assert not any("rope" in name or "rotary" in name for name in model.state_dict())
         assert not isinstance(model.model.layers[0].self_attn.attn._rope, torch.nn.Module)
 

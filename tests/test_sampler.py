@@ -8,6 +8,7 @@ import functools
 import math
 import signal
 from collections.abc import Iterator
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,8 +19,10 @@ from nanoinfer import sampler
 from nanoinfer.batch import Batch, SamplingBatch
 from nanoinfer.kernels import Kernels, draw, gumbel, select_kernels
 from nanoinfer.kernels.draw import draw_ref, make_draw_cpu
+from nanoinfer.launched import collect
+from nanoinfer.outputs import Logprob
 from nanoinfer.request import Request
-from nanoinfer.sampler import SamplerOutput, top_logprobs
+from nanoinfer.sampler import top_logprobs
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import ScheduledSequence
 from nanoinfer.sequence import Sequence
@@ -31,12 +34,19 @@ MIN_P_VALUE = 1e-3
 ROUNDING = 1e-6  # of probabilities in fp32
 
 
+class SamplerOutput(NamedTuple):
+    token_ids: list[int]
+    logprobs: list[dict[int, Logprob] | None]
+
+
 def sample(
     logits: Tensor,
     sampling: SamplingBatch,
     kernels: Kernels = Kernels(),  # noqa: B008
 ) -> SamplerOutput:
-    return sampler.sample(logits, sampling, kernels)
+    drawn = sampler.sample(logits, sampling, kernels)
+    ids = drawn.token_ids.tolist()
+    return SamplerOutput(ids, collect(drawn, ids))
 
 
 @pytest.fixture(params=["ref", "native", "x86-64-v3"])

@@ -24,9 +24,11 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
+from nanoinfer import EngineConfig
 from nanoinfer.batch import Batch
 from nanoinfer.block_manager import BlockContent, BlockManager
 from nanoinfer.outputs import Logprob
+from nanoinfer.pipeline import Pipeline
 from nanoinfer.request import Request
 from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import SampledTokens, ScheduledSequence, Scheduler
@@ -54,8 +56,10 @@ class FakeRunner:
         block = block_table[position // self._block_size]
         return self.slots.get(block * self._block_size + position % self._block_size)
 
-    def run(self, step: list[ScheduledSequence]) -> list[SampledTokens]:
-        batch = Batch.build(step, self._block_size, torch.device("cpu"))
+    def launch(self, batch: Batch, before: "FakeLaunched | None" = None) -> "FakeLaunched":
+        if batch.pending is not None:
+            rows, sources = batch.pending
+            batch.input_ids[rows] = before.token_ids[sources]
         tables, bounds = batch.block_tables.tolist(), batch.cu_seqlens_q.tolist()
         ids, positions = batch.input_ids.tolist(), batch.positions.tolist()
         slots = batch.slot_mapping.tolist()
@@ -73,7 +77,7 @@ class FakeRunner:
         for wanted in batch.prompt_logprobs:
             found = [{target: Logprob(0.0, 1)} for target in wanted.targets]
             results[wanted.entry] = results[wanted.entry]._replace(prompt_logprobs=found)
-        return results
+        return FakeLaunched(results, [results[i].token_ids[0] for i in batch.sampled_entries])
 
     def run_states(self, batch: Batch) -> None:
         """All read before any writes: no slot that is written may be another's source."""
@@ -86,6 +90,15 @@ class FakeRunner:
         for i, (source, slot) in enumerate(zip(sources, slots, strict=True)):
             before = self.states[source] if source else ()
             self.states[slot] = (*before, *ids[bounds[i] : bounds[i + 1]])
+
+
+class FakeLaunched:
+    def __init__(self, results: list[SampledTokens], token_ids: list[int]) -> None:
+        self._results = results
+        self.token_ids = torch.tensor(token_ids)
+
+    def tokens(self) -> list[SampledTokens]:
+        return self._results
 
 
 def draw(history: History | None, seed: int) -> int:
@@ -109,6 +122,7 @@ def solo_run(seq: Sequence) -> list[int]:
 class SchedulerMachine(RuleBasedStateMachine):
     hash_block: Callable[[BlockContent], int] | None = None
     is_hybrid = False  # some layers keep a state
+    is_ahead = False  # a step is launched before the results of the one before are taken
     counts: Counter  # of operations, over all examples
 
     @initialize(
@@ -139,6 +153,9 @@ class SchedulerMachine(RuleBasedStateMachine):
             else None,
         )
         self.runner = FakeRunner(block_size)
+        options = {"block_size": block_size, "device": "cpu", "async_scheduling": self.is_ahead}
+        config = EngineConfig(model="none", **options)
+        self.pipeline = Pipeline(config, self.scheduler, self.runner)
         self.chains: dict[int, History] = {}  # chain id -> the history that it stands for
         self.sequences: list[Sequence] = []
 
@@ -179,7 +196,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         for _ in range(num_steps):
             if self.scheduler.has_work:
                 step = self._schedule()
-                self.scheduler.commit(step, self.runner.run(step))
+                self.counts["pending"] += sum(entry.start == len(entry.seq) for entry in step)
+                self.pipeline.run(step)
                 self.counts["step"] += 1
                 self.check_blocks()
 
@@ -199,8 +217,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         """An exception before the run (None), or after some results were taken."""
         self.counts["reset"] += 1
         step = self._schedule()
-        if num_committed is not None:
-            results = self.runner.run(step)
+        if num_committed is not None and not self.is_ahead:
+            batch = Batch.build(step, self.block_size, torch.device("cpu"))
+            results = self.runner.launch(batch).tokens()
 
             def interrupted() -> Iterator[SampledTokens]:
                 yield from results[:num_committed]
@@ -208,6 +227,7 @@ class SchedulerMachine(RuleBasedStateMachine):
 
             with pytest.raises(KeyboardInterrupt):
                 self.scheduler.commit(step, interrupted())
+        self.pipeline.clear()
         self.scheduler.reset(self.sequences)
         self.chains.clear()
         assert not self.scheduler.running
@@ -220,11 +240,12 @@ class SchedulerMachine(RuleBasedStateMachine):
         num_preemptions, admitted = scheduler.num_preemptions, list(scheduler.running)
         step = scheduler.schedule()
         self.counts["preemption"] += scheduler.num_preemptions - num_preemptions
-        assert step
+        assert step or self.pipeline._in_flight
         assert sum(entry.num_tokens for entry in step) <= self.budget
         assert len(scheduler.running) <= self.max_num_seqs
         assert len({id(entry.seq) for entry in step}) == len(step)
-        assert oldest is None or any(entry.seq is oldest for entry in step)
+        may_rest = oldest is None or oldest.is_full
+        assert may_rest or any(entry.seq is oldest for entry in step)
         num_victims = scheduler.num_preemptions - num_preemptions
         if num_victims:  # nobody is admitted, no victim either
             assert scheduler.running == admitted[: len(admitted) - num_victims]
@@ -232,8 +253,10 @@ class SchedulerMachine(RuleBasedStateMachine):
         for seq, start, num_tokens, is_sampling in step:
             assert seq in scheduler.running
             assert num_tokens > 0
-            assert seq.num_computed == start + num_tokens <= len(seq)
-            assert is_sampling == (seq.num_computed == len(seq))
+            length = len(seq) + seq.num_pending - is_sampling  # before this step
+            assert length - len(seq) <= self.is_ahead
+            assert seq.num_computed == start + num_tokens <= length
+            assert is_sampling == (seq.num_computed == length)
             assert len(seq.block_table) == -(-seq.num_computed // self.block_size)
             for position in range(start):
                 history = self.runner.read(seq.block_table, position)
@@ -301,7 +324,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         unfinished = [seq for seq in self.sequences if not seq.is_finished]
         assert Counter(map(id, [*waiting, *running])) == Counter(map(id, unfinished))
         for seq in self.sequences:
-            assert 0 <= seq.num_computed <= len(seq) <= MAX_MODEL_LEN
+            assert 0 <= seq.num_computed <= len(seq) + seq.num_pending
+            assert len(seq) <= MAX_MODEL_LEN
             if seq not in running:
                 assert (seq.block_table, seq.num_computed) == ([], 0)
                 assert (seq.state.source, seq.state.slot) == (0, 0)
@@ -311,7 +335,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             return
         unfinished = [seq for seq in self.sequences if not seq.is_finished]
         # The oldest running sequence advances on each step and is never preempted.
-        bound = sum(len(solo_run(seq)) for seq in unfinished)
+        bound = sum(len(solo_run(seq)) + 2 * self.is_ahead for seq in unfinished)
         for _ in range(bound):
             self.run_steps(1)
             self.check_sequences()
@@ -335,16 +359,17 @@ def _constant_hash(content: BlockContent) -> int:
     return 0
 
 
-@pytest.mark.parametrize("is_hybrid", [False, True], ids=["attention", "hybrid"])
+@pytest.mark.parametrize("kind", ["attention", "hybrid", "ahead"])
 @pytest.mark.parametrize("hash_block", [None, _constant_hash], ids=["xxh3", "constant"])
 def test_invariants_hold_under_random_operations(
-    hash_block: Callable[[BlockContent], int] | None, is_hybrid: bool
+    hash_block: Callable[[BlockContent], int] | None, kind: str
 ):
     class Machine(SchedulerMachine):
         pass
 
     Machine.counts = Counter()
-    Machine.is_hybrid = is_hybrid
+    Machine.is_hybrid = kind == "hybrid"
+    Machine.is_ahead = kind == "ahead"
     Machine.hash_block = staticmethod(hash_block) if hash_block else None
     run_state_machine_as_test(
         Machine,
@@ -362,4 +387,5 @@ def test_invariants_hold_under_random_operations(
     assert num_operations >= 5_000
     # The run has met what it is for.
     assert min(counts["preemption"], counts["hit"], counts["reset"], counts["abort"]) >= 50
-    assert (counts["snapshots"] >= 300) == is_hybrid
+    assert (counts["snapshots"] >= 300) == Machine.is_hybrid
+    assert (counts["pending"] >= 300) == Machine.is_ahead

@@ -266,7 +266,7 @@ def tokens_of(outputs):
 def poison(llm):
     """NaN in every slot that nobody owns: who reads it shows."""
     states = llm.engine.scheduler.caches.states
-    for cache in llm.engine._runner._caches:
+    for cache in llm.engine._pipeline.runner._caches:
         if hasattr(cache, "state"):
             for slot in (0, *states._free):
                 cache.state[slot] = torch.nan
@@ -380,7 +380,7 @@ def test_few_states_mean_few_sequences_at_once(folder):
     prompts = list(good_prompts(folder, [5, 6, 7, 9], NUM_TOKENS).values())
     options = {"num_kv_blocks": 30, "kv_cache_memory": 200_000, "state_snapshot_memory": 0}
     with make_llm(folder, **options) as llm:
-        sizes = llm.engine._runner.cache_sizes
+        sizes = llm.engine._pipeline.runner.cache_sizes
         assert 1 < sizes.max_num_seqs < 10
         assert sizes.max_snapshots == 0
         expected = [hf_greedy(folder, prompt, NUM_TOKENS) for prompt in prompts]
@@ -389,7 +389,7 @@ def test_few_states_mean_few_sequences_at_once(folder):
 
 def test_memory_of_caches_is_within_the_budget(folder):
     with LLM(folder, kv_cache_memory=3_000_000, skip_tokenizer_init=True) as llm:
-        caches = llm.engine._runner._caches
+        caches = llm.engine._pipeline.runner._caches
         used = sum(t.numel() * t.itemsize for t in tensors_of(caches))
         assert 2_500_000 < used <= 3_000_000
 

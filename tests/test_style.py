@@ -44,6 +44,8 @@ BUDGETS = {
     "state_pool.py": 150,
     "batch.py": 160,
     "cache_sizes.py": 120,
+    "pipeline.py": 60,
+    "launched.py": 80,
     "model_runner.py": 200,
     "cpu_graphs.py": 150,
     "cuda_graphs.py": 150,
@@ -88,6 +90,7 @@ MAX_MEDIAN_TOKENS_OF_A_FILE = 15  # formulas are denser than the rest, Triton's 
 # was chosen, asked and returned. gguf and demo have no place: they end in a folder.
 STAGES = {
     "llm": 0,
+    "pipeline": 0,
     "prompts": 1,
     "request": 1,
     "sequence": 1,
@@ -98,6 +101,7 @@ STAGES = {
     "state_pool": 2,
     "batch": 3,
     "cache_sizes": 4,
+    "launched": 4,
     "model_runner": 4,
     "cpu_graphs": 4,
     "cuda_graphs": 4,
@@ -121,7 +125,7 @@ STAGES = {
 EARLIER_NAMES_USED = {
     ("graphs.py", "batch.Batch"): "worst_batch, to measure memory",
     ("cuda_graphs.py", "batch.Batch"): "a static one, to capture with",
-    ("model_runner.py", "scheduler.SampledTokens"): "the type of what it returns",
+    ("launched.py", "scheduler.SampledTokens"): "the type of what it returns",
 }
 ENVIRONMENT = {"XDG_CACHE_HOME", "CXX", "OMP_NUM_THREADS"}  # where the ecosystem has them
 
