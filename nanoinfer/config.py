@@ -70,6 +70,9 @@ class EngineConfig:
     only."""
     compile: bool | None = None
     """torch.compile the fused elementwise layers. None: on CUDA only."""
+    attention_backend: Literal["auto", "varlen", "flash_attn"] = "auto"
+    """auto: our own; varlen: torch's; flash_attn: the package's. The last two need a GPU and blocks
+    of 256 tokens."""
     kernels: Literal["auto", "ref"] = "auto"
     """auto: the fastest this machine has; ref: plain PyTorch, to read and to compare with."""
     generation_config: str = "auto"
@@ -165,6 +168,7 @@ _CHOICES: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "enforce_eager": _FLAG,
     "async_scheduling": _MAYBE_FLAG,
     "compile": _MAYBE_FLAG,
+    "attention_backend": _one_of("auto", "varlen", "flash_attn"),
     "kernels": _one_of("auto", "ref"),
     "generation_config": _one_of("auto", "ignore"),
     "seed": ("an integer", lambda v: isinstance(v, int)),

@@ -25,6 +25,7 @@ from nanoinfer.graphs import free_memory, make_graphs
 from nanoinfer.kernels import select_kernels
 from nanoinfer.kernels.build import cpu_features
 from nanoinfer.launched import Launched
+from nanoinfer.layers.attention_backend import choose_attention
 from nanoinfer.layers.quantized_kv_cache import choose_specs
 from nanoinfer.loader import load_weights
 from nanoinfer.model_config import ModelConfig
@@ -44,7 +45,8 @@ class ModelRunner:
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device: got {config.device!r}, need cpu: this torch sees no GPU")
         dtype = choose_dtype(config.dtype_name, model_config.dtype, self._device)
-        self.kernels = select_kernels(self._device, config.kernels, config.use_compile)
+        kernels = select_kernels(self._device, config.kernels, config.use_compile)
+        self.kernels = choose_attention(config, kernels, dtype, model_config.head_dim)
         longest = config.max_model_len or model_config.max_model_len
         if longest > model_config.max_model_len:
             raise ValueError(

@@ -65,6 +65,7 @@ BUDGETS = {
     "layers/gated_delta_net.py": 150,
     "layers/moe.py": 150,
     "layers/quantized_kv_cache.py": 60,
+    "layers/attention_backend.py": 40,
     "layers/parameter.py": 80,
     "models/qwen3.py": 250,
     "kernels/*.py": 200,
