@@ -10,13 +10,14 @@ at the addresses that they will keep.
 
 import torch
 
-from nanoinfer.batch import Batch
+from nanoinfer.batch import Batch, SamplingBatch
 from nanoinfer.cache_sizes import memory_for_caches
 from nanoinfer.config import EngineConfig
 from nanoinfer.cpu_graphs import CpuGraphs
 from nanoinfer.cuda_graphs import CudaGraphs
 from nanoinfer.kernels import Kernels
 from nanoinfer.models.qwen3 import Cache, CausalLM
+from nanoinfer.sampler import sample
 
 
 def make_graphs(
@@ -47,7 +48,8 @@ def free_memory(
     with torch.inference_mode():
         num_tokens = config.max_num_batched_tokens
         batch = worst_batch(num_tokens, min(num_tokens, longest), config.block_size, device)
-        model.logits(model(batch, caches)[: config.max_num_seqs])
+        logits = model.logits(model(batch, caches)[: config.max_num_seqs])
+        sample(logits, worst_sampling(len(logits), device), kernels)
     taken = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()  # what the step took is counted below
     free, total = torch.cuda.mem_get_info(device)
@@ -58,6 +60,24 @@ def free_memory(
         del graphs
         torch.cuda.empty_cache()
     return int(free - (1 - config.gpu_memory_utilization) * total - taken)
+
+
+def worst_sampling(num_rows: int, device: torch.device) -> SamplingBatch:
+    """Every row is filtered and asks for log probabilities."""
+    ones = torch.ones(num_rows, device=device)
+    ids = torch.ones(num_rows, dtype=torch.int64, device=device)
+    return SamplingBatch(
+        temperatures=ones,
+        top_k=ids,
+        top_p=ones / 2,
+        min_p=ones / 2,
+        seeds=ids,
+        positions=ids,
+        added=None,
+        repetition=None,
+        penalties=None,
+        num_logprobs=[0] * num_rows,
+    )
 
 
 def worst_batch(num_tokens: int, longest: int, block_size: int, device: torch.device) -> Batch:

@@ -30,7 +30,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.model_config import ModelConfig, as_list, load_generation_config
 from nanoinfer.model_runner import ModelRunner
 from nanoinfer.outputs import EngineStats, RequestOutput
-from nanoinfer.pipeline import Pipeline
+from nanoinfer.pipeline import Pipeline, on_device
 from nanoinfer.prompts import (
     Prompt,
     as_conversations,
@@ -59,7 +59,8 @@ class LLMEngine:
         found = load_generation_config(folder)
         self._eos_token_ids = self._find_eos_token_ids(found)
         self.generation_config = {} if config.generation_config == "ignore" else found
-        runner = ModelRunner(config, self.model_config, folder)
+        with on_device(config.torch_device):
+            runner = ModelRunner(config, self.model_config, folder)
         self.kernels = runner.kernels.name
         self.max_model_len = runner.max_model_len
         sizes = runner.cache_sizes

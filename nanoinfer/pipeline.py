@@ -18,7 +18,10 @@ the whole step, and nothing is gained; it runs the same way, which is how it is 
 Source: vLLM's asynchronous scheduling, SGLang's zero-overhead scheduler (2024).
 """
 
+import contextlib
 from collections import deque
+
+import torch
 
 from nanoinfer.batch import Batch
 from nanoinfer.config import EngineConfig
@@ -41,6 +44,10 @@ class Pipeline:
 
     def run(self, step: list[ScheduledSequence]) -> list[ScheduledSequence]:
         """Launch a step (an empty one: nothing can run before results are there), take results."""
+        with on_device(self._device):
+            return self._run(step)
+
+    def _run(self, step: list[ScheduledSequence]) -> list[ScheduledSequence]:
         if step:
             batch = Batch.build(step, self._block_size, self._device)
             before = self._in_flight[-1][1] if self._in_flight else None
@@ -59,6 +66,12 @@ class Pipeline:
     def clear(self) -> None:
         """Forget what was launched."""
         self._in_flight.clear()
+
+
+def on_device(device: torch.device) -> contextlib.AbstractContextManager:
+    """Triton launches where the thread is, and any thread may step an engine."""
+    has_gpu = device.type == "cuda" and torch.cuda.is_available()
+    return torch.cuda.device(device) if has_gpu else contextlib.nullcontext()
 
 
 def _needs_tokens(entry: ScheduledSequence) -> bool:

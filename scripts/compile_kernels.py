@@ -30,6 +30,7 @@ from nanoinfer.kernels.quantize import FP8
 from nanoinfer.kernels.rotary import Rope
 from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
 from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_triton
+from nanoinfer.kernels.triton_draw import draw_triton
 from nanoinfer.kernels.triton_fp8 import multiply_triton, quantize_triton
 from nanoinfer.kernels.triton_moe import moe_triton
 from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
@@ -80,6 +81,9 @@ def launch_all(has_fp8: bool) -> None:
         for num_seqs, q_len in ((1, 1), (32, 1), (256, 1), (4, 100)):
             for kv_dtype in (BF16, torch.int8, FP8) if has_fp8 else (BF16, torch.int8):
                 _launch_attention(heads, kv_heads, head_dim, num_seqs, q_len, kv_dtype)
+    rows_of = [torch.zeros(8, dtype=dtype) for dtype in (torch.float32, torch.int64)]
+    filters = (rows_of[0], rows_of[1], rows_of[0], rows_of[0])  # temperature, top_k, top_p, min_p
+    draw_triton(torch.zeros(8, 151_936), *filters, torch.zeros(8, dtype=torch.int32))
     for q_len in (1, 100):
         _launch_delta(q_len)
         x, logits = rows(4 * q_len, 2048), torch.zeros(4 * q_len, 128)

@@ -1,7 +1,8 @@
 """Everything that a GPU is needed for, in one run of minutes.
 
 In: a machine with a GPU. Out: `gpu.json` and `gpu.md` in --out: which tests passed, throughput by
-nano-vllm's recipe, and decoding with its share of the memory's bandwidth.
+nano-vllm's recipe, and decoding with its share of the memory's bandwidth. The host's gap is what a
+step takes longer when the host waits for its tokens before it prepares the next one.
 
     python scripts/gpu_check.py --out docs/benchmarks
 
@@ -15,6 +16,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -77,18 +79,25 @@ def time_decoding(llm: LLM, num_seqs: int) -> float:
 def measure_decoding(shape: str, device: torch.device, batches: list[int]) -> list[dict]:
     """Tokens a second, and the least time that bandwidth and products allow over the measured."""
     limits, rows = measure(device), []
-    options = {"device": device.type, "enable_prefix_caching": False}
-    with LLM(str(make_checkpoint(shape)), skip_tokenizer_init=True, **options) as llm:
+    folder = str(make_checkpoint(shape))
+    options: dict[str, Any] = {"device": device.type, "enable_prefix_caching": False}
+    with LLM(folder, skip_tokenizer_init=True, async_scheduling=False, **options) as llm:
+        waiting = {num_seqs: time_decoding(llm, num_seqs) for num_seqs in batches}
+    with LLM(folder, skip_tokenizer_init=True, async_scheduling=True, **options) as llm:
         model = llm.engine.model_config
         dtype = choose_dtype("auto", model.dtype, device)
         for num_seqs in batches:
             seconds = time_decoding(llm, num_seqs)
+            gap = 1e3 * (waiting[num_seqs] - seconds)
             work = (Work.equal(num_seqs, _CONTEXT, n) for n in (_DECODED, 1))
             whole, prompts = (floor_seconds(model, w, limits, dtype, overlap=True) for w in work)
             least = (whole - prompts) / (_DECODED - 1)
             rate = num_seqs / seconds
-            rows.append({"batch": num_seqs, "tokens_per_second": rate, "share": least / seconds})
-            print(f"{shape}, batch {num_seqs}: {rate:,.0f} tokens/s, {least / seconds:.0%}")
+            row = {"batch": num_seqs, "tokens_per_second": rate, "share": least / seconds}
+            rows.append({**row, "host_gap_ms": gap})
+            print(
+                f"{shape}, batch {num_seqs}: {rate:,.0f} tokens/s, {row['share']:.0%}, gap {gap:.2f}"
+            )
     return rows
 
 
@@ -98,11 +107,11 @@ def to_markdown(result: dict) -> str:
     for shape, found in result["shapes"].items():
         rate = found["recipe"]["output_tokens_per_second"]
         lines += [f"## {shape}", "", f"nano-vllm's recipe: {rate:,.0f} output tokens/s.", ""]
-        lines += ["| decoding, batch | tokens/s | share of the limit |", "| ---: | ---: | ---: |"]
+        lines.append("| decoding, batch | tokens/s | share of the limit | host's gap hidden, ms |")
+        lines.append("| ---: | ---: | ---: | ---: |")
         for row in found["decoding"]:
-            lines.append(
-                f"| {row['batch']} | {row['tokens_per_second']:,.0f} | {row['share']:.0%} |"
-            )
+            numbers = f"{row['tokens_per_second']:,.0f} | {row['share']:.0%}"
+            lines.append(f"| {row['batch']} | {numbers} | {row['host_gap_ms']:.2f} |")
         lines.append("")
     return "\n".join(lines)
 

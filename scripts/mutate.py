@@ -1194,7 +1194,7 @@ MUTATIONS = [
         "sequence.py",
         "return self.num_pending > 0 and (is_last or length >= self.request.max_model_len)",
         "return False",
-        "tests/test_scheduler_machine.py",
+        "tests/test_pipeline.py::test_a_step_is_launched_before_the_one_before_is_waited_for",
     ),
     Mutation(
         "scheduler.py",

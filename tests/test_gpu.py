@@ -18,6 +18,7 @@ from tiny import TINY_NAMES
 from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels, select_kernels
+from nanoinfer.kernels.gumbel import row_keys
 from nanoinfer.kernels.linear import linear_ref, quantize_blocks_fp8
 from nanoinfer.kernels.moe import Routing
 from nanoinfer.kernels.quantized_kv import KV_DTYPES, dequantize_heads
@@ -80,6 +81,24 @@ def test_keys_and_values_in_8_bits(kernels, head_dim, dtype, is_rotated):
     for name in ("k", "v"):
         caches = ((getattr(c, name), getattr(c.scales, name)) for c in (on_gpu, cache))
         check(*(dequantize_heads(*c, torch.float32) for c in caches))
+
+
+def test_draw(kernels):
+    torch.manual_seed(0)
+    R = 64
+    logits = torch.randn(R, 151_936) * 3
+    keys = row_keys(torch.arange(R), torch.arange(R))
+    given = [torch.rand(R), torch.randint(0, 3, (R,)) * 40, 1 - torch.rand(R) / 5]
+    given += [torch.rand(R) / 100 * (torch.arange(R) % 2), keys]
+    expected = Kernels().draw(logits.clone(), *given)
+    torch.cuda.synchronize()
+    on_gpu = [x.to(GPU) for x in (logits, *given)]
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        found = kernels.draw(*on_gpu)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert (found.cpu() == expected).float().mean() > 0.98  # the rest: a mass near top_p
 
 
 @pytest.mark.parametrize("case", delta.CASES, ids=range(len(delta.CASES)))

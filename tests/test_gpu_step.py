@@ -5,6 +5,7 @@ The Triton kernels are stood in for by functions of their shapes.
 """
 
 import dataclasses
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoinfer import EngineConfig
 from nanoinfer.cuda_graphs import CudaGraphs
-from nanoinfer.graphs import free_memory, make_graphs
+from nanoinfer.graphs import free_memory, make_graphs, worst_sampling
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.moe import route
 from nanoinfer.model_config import ModelConfig
@@ -108,6 +109,9 @@ def test_a_gpus_memory_is_counted_with_its_graphs(tiny, monkeypatch, enforce_eag
     monkeypatch.setattr("nanoinfer.graphs.CudaGraphs", Counted)
     monkeypatch.setattr(EngineConfig, "torch_device", torch.device("cuda"))
     monkeypatch.setattr("nanoinfer.graphs.worst_batch", lambda n, longest, size, device: n)
+    drawn, on_cpu = [], partial(worst_sampling, device=CPU)
+    monkeypatch.setattr("nanoinfer.graphs.worst_sampling", lambda n, device: on_cpu(n))
+    table = Kernels(name="triton", draw=lambda logits, *given: drawn.append(len(logits)))
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: None)
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: 10 * GIB)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: memory["peak"])
@@ -115,11 +119,12 @@ def test_a_gpus_memory_is_counted_with_its_graphs(tiny, monkeypatch, enforce_eag
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     model = FakeModel()
     config = EngineConfig(model="m", enforce_eager=enforce_eager, max_num_seqs=32)
-    left = free_memory(model, [], config, 5000, Kernels(name="triton"))
+    left = free_memory(model, [], config, 5000, table)
     taken = 3 * GIB + (0 if enforce_eager else 2 * GIB)
     assert left == pytest.approx(60 * GIB - 8 * GIB - taken, abs=8)
     assert captured == ([] if enforce_eager else [(32, 313)])
     assert model.ran == [2048]
+    assert drawn == [32]
 
 
 class FakeModel:
@@ -132,6 +137,7 @@ class FakeModel:
 
     def logits(self, hidden):
         assert len(hidden) == 32, "rows of as many sequences as may run"
+        return hidden.expand(-1, 100).clone()
 
 
 def test_references_are_not_captured():

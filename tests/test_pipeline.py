@@ -8,8 +8,10 @@ import pytest
 import torch
 from oracle import good_prompts, hf_greedy
 
-from nanoinfer import LLM, SamplingParams
+from nanoinfer import LLM, EngineConfig, SamplingParams
 from nanoinfer.launched import Launched
+from nanoinfer.model_runner import ModelRunner
+from nanoinfer.pipeline import on_device
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -208,3 +210,52 @@ def test_pending_ids_go_from_output_to_input(tiny_qwen3, prompts):
     assert pending.tolist() == [[0], [0]]
     assert (known.tolist(), used.tolist()) == ([0], [ids[0]])
     assert torch.equal(used, torch.tensor(ids[:1]))
+
+
+class Where:
+    """torch.cuda.device, without a GPU: which device is this thread's?"""
+
+    now: torch.device | None = None
+
+    def __init__(self, device):
+        self.device = device
+
+    def __enter__(self):
+        Where.now, self.before = self.device, Where.now
+
+    def __exit__(self, *exception):
+        Where.now = self.before
+
+
+def test_all_work_is_done_on_the_engines_device(tiny_qwen3, prompts, monkeypatch):
+    """Of several GPUs; it is a thread's setting, and any thread may step the engine."""
+    places = []
+    make_runner, launch = ModelRunner.__init__, ModelRunner.launch
+
+    def making(self, *args):
+        places.append(Where.now)
+        with monkeypatch.context() as patch:
+            patch.setattr(EngineConfig, "torch_device", torch.device("cpu"))
+            make_runner(self, *args)
+
+    def launching(self, batch, before):
+        places.append(Where.now)
+        return launch(self, batch, before)
+
+    gpu = torch.device("cuda:1")
+    monkeypatch.setattr(torch.cuda, "device", Where)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(EngineConfig, "torch_device", gpu)
+    monkeypatch.setattr(ModelRunner, "__init__", making)
+    monkeypatch.setattr(ModelRunner, "launch", launching)
+    with make(tiny_qwen3) as llm:
+        llm.engine._pipeline._device = torch.device("cpu")  # for uploads
+        monkeypatch.setattr("nanoinfer.pipeline.on_device", lambda device: Where(gpu))
+        outputs(llm, prompts[:1], GREEDY.clone(max_tokens=2))
+    assert places == [gpu] * 3
+    assert Where.now is None
+
+
+def test_a_cpu_has_no_device_to_set():
+    with on_device(torch.device("cpu")) as nothing:
+        assert nothing is None

@@ -256,6 +256,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             length = len(seq) + seq.num_pending - is_sampling  # before this step
             assert length - len(seq) <= self.is_ahead
             assert seq.num_computed == start + num_tokens <= length
+            assert seq.num_computed < MAX_MODEL_LEN
             assert is_sampling == (seq.num_computed == length)
             assert len(seq.block_table) == -(-seq.num_computed // self.block_size)
             for position in range(start):

@@ -125,6 +125,7 @@ STAGES = {
 # Names of an earlier stage that a later one does more with than annotate.
 EARLIER_NAMES_USED = {
     ("graphs.py", "batch.Batch"): "worst_batch, to measure memory",
+    ("graphs.py", "batch.SamplingBatch"): "the same, of sampling",
     ("cuda_graphs.py", "batch.Batch"): "a static one, to capture with",
     ("launched.py", "scheduler.SampledTokens"): "the type of what it returns",
 }

@@ -44,7 +44,7 @@ def test_kernels_compile_for_a_gpu_and_spill_nothing(capability):
     output = run(script, "--capability", str(capability))
     names = {line.split()[0] for line in output.splitlines()[2:]}
     expected = {"_attend", "_join", "_store", "_norm_rope_store", "_convolve", "_apply_rule"}
-    expected |= {"_grouped_product"}
+    expected |= {"_grouped_product", "_draw", "_turn_back"}
     assert names == expected | ({"_quantize", "_multiply_blocks"} if capability == 90 else set())
 
 
@@ -52,7 +52,7 @@ def test_kernels_compile_for_a_gpu_and_spill_nothing(capability):
 def test_a_gpu_gets_the_triton_kernels():
     table = select_kernels(torch.device("cuda"), "auto", use_compile=False)
     assert table.name == "triton"
-    for op in ("paged_attention", "store_kv", "norm_rope_store", "gated_delta", "moe"):
+    for op in ("paged_attention", "store_kv", "norm_rope_store", "gated_delta", "moe", "draw"):
         assert getattr(table, op) is not getattr(Kernels(), op)
     compiled = select_kernels(torch.device("cuda"), "auto", use_compile=True)
     assert compiled.norm_rope_store is table.norm_rope_store

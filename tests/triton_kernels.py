@@ -16,7 +16,9 @@ from test_paged_attention import make_case
 from test_quantized_kv import in_8_bits, make_store_case, new_caches
 
 from nanoinfer.kernels.causal_conv import causal_conv_ref
+from nanoinfer.kernels.draw import draw_ref
 from nanoinfer.kernels.gated_delta import gated_delta_ref
+from nanoinfer.kernels.gumbel import row_keys
 from nanoinfer.kernels.linear import linear_ref, quantize_blocks_fp8
 from nanoinfer.kernels.moe import Routing, moe_ref
 from nanoinfer.kernels.norm_rope_store import HeadNorms, norm_rope_store_ref
@@ -27,6 +29,7 @@ from nanoinfer.kernels.rotary import Rope
 from nanoinfer.kernels.store_kv import store_kv_ref
 from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
 from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_triton
+from nanoinfer.kernels.triton_draw import draw_triton
 from nanoinfer.kernels.triton_fp8 import multiply_triton, quantize_triton
 from nanoinfer.kernels.triton_moe import moe_triton
 from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
@@ -91,6 +94,29 @@ def test_store_in_8_bits(head_dim, dtype, is_rotated):
         ours, right = (getattr(cache, name).float() for cache in caches)
         is_power = (torch.frexp(right).mantissa.abs() == 0.5) & (dtype != torch.int8)
         assert ((ours == right) | (is_power & (ours == right / 2))).float().mean() > 0.999
+
+
+ROWS_DRAWN = [  # temperature, top_k, top_p, min_p
+    (1.0, 0, 1.0, 0.0), (0.0, 0, 1.0, 0.0), (1.0, 5, 1.0, 0.0), (0.7, 0, 0.8, 0.0),
+    (1.5, 0, 1.0, 0.1), (1.0, 50, 0.9, 0.01), (1e30, 0, 0.999, 0.0), (1.0, 5000, 0.5, 0.0),
+    (1e-30, 0, 1.0, 0.0), (5.0, 1, 1.0, 0.0), (1.0, 0, 1e-6, 0.0), (1.0, 0, 1.0, 1.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("vocab_size", [5, 300, 2500])
+def test_draw(vocab_size):
+    """The reference's ids, also where some are forbidden and where all are equal."""
+    torch.manual_seed(0)
+    params = [torch.tensor(values) for values in zip(*ROWS_DRAWN, strict=True)]
+    for step in range(6):
+        logits = torch.randn(len(ROWS_DRAWN), vocab_size) * 3
+        if step == 4:
+            logits[:, ::3] = -torch.inf
+        if step == 5:
+            logits.zero_()
+        keys = row_keys(torch.arange(len(logits)) + 100 * step, torch.arange(len(logits)))
+        expected = draw_ref(logits.clone(), *params, keys)
+        assert draw_triton(logits.clone(), *params, keys).tolist() == expected.tolist()
 
 
 def test_store_kv():

@@ -120,6 +120,7 @@ def _cuda_kernels(device: torch.device) -> Kernels:
     try:
         from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
         from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_triton
+        from nanoinfer.kernels.triton_draw import draw_triton
         from nanoinfer.kernels.triton_fp8 import LinearCuda
         from nanoinfer.kernels.triton_moe import moe_triton
         from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
@@ -127,8 +128,6 @@ def _cuda_kernels(device: torch.device) -> Kernels:
         logger.warning("no triton kernels, running the PyTorch references (slower): %s", error)
         return Kernels()
     has_gpu = torch.cuda.is_available()
-    if has_gpu and device.index is not None:  # where Triton launches and graphs are captured
-        torch.cuda.set_device(device)
     capability = torch.cuda.get_device_capability(device) if has_gpu else (0, 0)
     has_fp8 = capability >= (8, 9)
     return Kernels(
@@ -141,6 +140,7 @@ def _cuda_kernels(device: torch.device) -> Kernels:
         causal_conv=causal_conv_triton,
         gated_delta=gated_delta_triton,
         moe=moe_triton,
+        draw=draw_triton,
     )
 
 
