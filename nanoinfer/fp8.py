@@ -10,6 +10,7 @@ A GPU that multiplies FP8 keeps values and scales (`load_blocks`). Elsewhere a w
 once, when it is loaded, and takes the model's dtype: twice the memory that the file takes, in bf16.
 """
 
+import logging
 from collections.abc import Iterable
 
 import torch
@@ -20,7 +21,10 @@ from nanoinfer.kernels.linear import BLOCK, dequantize_blocks
 from nanoinfer.kernels.quantize import FP8
 from nanoinfer.layers.linear import Linear, RowParallelLinear
 
+logger = logging.getLogger("nanoinfer")
+
 SCALE = "_scale_inv"
+_GIB = 1 << 30
 
 
 def read_scales(files: Iterable[safe_open]) -> dict[str, Tensor]:
@@ -30,6 +34,18 @@ def read_scales(files: Iterable[safe_open]) -> dict[str, Tensor]:
         names = [name for name in file.keys() if name.endswith(f"weight{SCALE}")]  # noqa: SIM118
         scales |= {name.removesuffix(SCALE): file.get_tensor(name).float() for name in names}
     return scales
+
+
+def choose_kept(model: nn.Module, scaled: set[tuple[str, str]], keep_fp8: bool) -> set[str]:
+    """Weights that stay in FP8; what the others take when they are dequantised is logged."""
+    kept = whole_layers(model, scaled) if keep_fp8 else set()
+    names = {name for name, _ in scaled} - kept
+    widened = [weight for name, weight in model.named_parameters() if name in names]
+    if widened:
+        taken = sum(weight.numel() * weight.itemsize for weight in widened)
+        sizes = (taken / _GIB, taken / widened[0].itemsize / _GIB)
+        logger.info("dequantising %d FP8 weights: %.2f GiB, not %.2f", len(widened), *sizes)
+    return kept
 
 
 def whole_layers(model: nn.Module, scaled: set[tuple[str, str]]) -> set[str]:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from nanoinfer.checkpoint import find_files, open_safetensors
-from nanoinfer.fp8 import SCALE, dequantize, load_blocks, read_scales, whole_layers
+from nanoinfer.fp8 import SCALE, choose_kept, dequantize, load_blocks, read_scales
 from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.moe import WHOLE_EXPERTS, Experts, expert_target
 
@@ -47,7 +47,7 @@ def load_weights(model: nn.Module, folder: Path, tie: bool, keep_fp8: bool = Fal
     parameters = dict(model.named_parameters())
     missing = {(name, part) for name in parameters for part in _parts(model, name)}
     scales = read_scales([open_safetensors(path) for path in files])
-    kept = whole_layers(model, {_target(name) for name in scales}) if keep_fp8 else set()
+    kept = choose_kept(model, {_target(name) for name in scales}, keep_fp8)
     for path in files:
         with open_safetensors(path) as file:
             for name in file.keys():  # noqa: SIM118 (safe_open is not a dict)

@@ -100,6 +100,14 @@ def test_logits_are_near_the_original(plain, tmp_path, scale_dtype, dtype):
     assert 1e-3 < error <= 5e-2
 
 
+def test_what_dequantising_takes_is_said_once(plain, tmp_path, caplog):
+    folder = make_fp8(plain, tmp_path, torch.float32)
+    with caplog.at_level("INFO", "nanoinfer"), LLM(folder, dtype="bfloat16") as llm:
+        layers = llm.engine.model_config.num_hidden_layers
+    said = [record.message for record in caplog.records if "FP8" in record.message]
+    assert said == [f"dequantising {4 * layers} FP8 weights: 0.00 GiB, not 0.00"]
+
+
 def test_weights_are_values_times_scales(plain, tmp_path):
     """Exactly what a model with the dequantised weights says."""
     tensors = {}
