@@ -53,7 +53,7 @@ class EngineConfig:
     """Size of the KV pool, and of recurrent states, in bytes. None: min(4 GiB, 30% of what is free)
     on a CPU."""
     kv_cache_dtype: str = "auto"
-    """int8 or fp8_e4m3: half the memory for keys and values. auto: the model's dtype."""
+    """int8 or fp8_e4m3: 8 bits for each number of keys and values. auto: the model's dtype."""
     kv_cache_rotation: bool = True
     """Turn heads by a Hadamard matrix before they are stored in 8 bits."""
     state_snapshot_memory: int | None = None

@@ -16,6 +16,7 @@ from nanoinfer.config import EngineConfig
 from nanoinfer.cpu_graphs import CpuGraphs
 from nanoinfer.cuda_graphs import CudaGraphs
 from nanoinfer.kernels import Kernels
+from nanoinfer.launched import collect
 from nanoinfer.models.qwen3 import Cache, CausalLM
 from nanoinfer.sampler import sample
 
@@ -48,8 +49,9 @@ def free_memory(
     with torch.inference_mode():
         num_tokens = config.max_num_batched_tokens
         batch = worst_batch(num_tokens, min(num_tokens, longest), config.block_size, device)
-        logits = model.logits(model(batch, caches)[: config.max_num_seqs])
-        sample(logits, worst_sampling(len(logits), device), kernels)
+        rows = min(config.max_num_seqs, num_tokens)
+        sampling = worst_sampling(rows, device)
+        collect(sample(model.logits(model(batch, caches)[:rows]), sampling, kernels), [0] * rows)
     taken = torch.cuda.max_memory_allocated(device) - before
     torch.cuda.empty_cache()  # what the step took is counted below
     free, total = torch.cuda.mem_get_info(device)

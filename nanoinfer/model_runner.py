@@ -1,12 +1,12 @@
 """Owns the weights and the caches, and runs one step.
 
-In: a `Batch`. Out: per scheduled sequence the sampled token ids and the log probabilities asked
-for. It never sees a Sequence, and the engine above never sees a tensor.
+In: a `Batch`. Out: a `Launched` step: per scheduled sequence the sampled token ids and the log
+probabilities asked for. It never sees a Sequence, and the engine above never sees a tensor.
 
 At start: choose dtype and kernels, build the model, load it, see how much memory is left, allocate
 the caches. Invariant: weights and caches are all that stays allocated between steps.
 
-A production engine adds: several ranks, overlap of host and device.
+A production engine adds: several ranks.
 """
 
 import functools
@@ -78,7 +78,8 @@ class ModelRunner:
     def launch(self, batch: Batch, before: Launched | None = None) -> Launched:
         """One step: forward, logits of the rows that matter, sampling.
 
-        Pending input ids are what `before` samples. On a GPU this returns before the work is done.
+        Pending input ids are what `before` samples. On a GPU this returns before the work is done,
+        unless log probabilities are asked for.
         """
         if batch.pending is not None:
             assert before is not None, "somebody samples what is pending"

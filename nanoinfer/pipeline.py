@@ -11,9 +11,10 @@ So a sequence that ends with step 1 (eos, a stop string) runs once more for noth
 is dropped. What it held is free at once: a GPU works in the order of launches, so that whoever gets
 its blocks writes after it.
 
-Some steps must be waited for: penalties count the tokens so far. So must all steps of a model with
-recurrent layers, since a state that is kept for later must not be stepped on. On a CPU a launch is
-the whole step, and nothing is gained; it runs the same way, which is how it is tested.
+Some steps must be waited for: penalties count the tokens so far, log probabilities are looked up
+when the token is known. So must all steps of a model with recurrent layers, since a state that is
+kept for later must not be stepped on. On a CPU a launch is the whole step, and nothing is gained;
+it runs the same way, which is how it is tested.
 
 Source: vLLM's asynchronous scheduling, SGLang's zero-overhead scheduler (2024).
 """
@@ -34,7 +35,7 @@ from nanoinfer.scheduler import ScheduledSequence, Scheduler
 class Pipeline:
     def __init__(self, config: EngineConfig, scheduler: Scheduler, runner: ModelRunner) -> None:
         self._block_size = config.block_size
-        self._device = config.torch_device
+        self._device = with_index(config.torch_device)
         self._scheduler = scheduler
         self.runner = runner
         wanted = config.async_scheduling
@@ -61,11 +62,20 @@ class Pipeline:
             finished, launched = self._in_flight.popleft()
             self._scheduler.commit(finished, launched.tokens())
             done += finished
+        if not self._scheduler.has_work:  # all that is in flight is in vain
+            self._in_flight.clear()
         return done
 
     def clear(self) -> None:
         """Forget what was launched."""
         self._in_flight.clear()
+
+
+def with_index(device: torch.device) -> torch.device:
+    """This thread's GPU, where none was named."""
+    if device.type != "cuda" or device.index is not None or not torch.cuda.is_available():
+        return device
+    return torch.device("cuda", torch.cuda.current_device())
 
 
 def on_device(device: torch.device) -> contextlib.AbstractContextManager:
@@ -75,7 +85,8 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 
 def _needs_tokens(entry: ScheduledSequence) -> bool:
-    """Must its token be known before its next one is drawn?"""
+    """Must its token be known before the next step is launched?"""
     params: SamplingParams = entry.seq.params
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
-    return entry.is_sampling and penalties != (0, 0, 1)
+    asks = params.logprobs is not None or params.prompt_logprobs is not None
+    return asks or (entry.is_sampling and penalties != (0, 0, 1))

@@ -30,7 +30,7 @@ class Drawn(NamedTuple):
 
 
 def sample(logits: Tensor, sampling: SamplingBatch, kernels: Kernels) -> Drawn:
-    """Draw one id per row of logits [R, V] (fp32; changed in place), waiting for nothing."""
+    """Draw one id per row of logits [R, V] (fp32; changed in place)."""
     wanted = [row for row, k in enumerate(sampling.num_logprobs) if k is not None]
     raw = logits[wanted].log_softmax(-1) if wanted else None
     _adjust(logits, sampling)

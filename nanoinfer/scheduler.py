@@ -36,7 +36,7 @@ class ScheduledSequence(NamedTuple):
     start: int
     num_tokens: int
     is_sampling: bool
-    """The chunk reaches the last known token, so the next one is drawn from its logits."""
+    """The chunk reaches the last token, known or pending: the next is drawn from its logits."""
 
 
 class SampledTokens(NamedTuple):
@@ -167,7 +167,7 @@ class Scheduler:
         if not self.waiting or len(self.running) >= self._max_num_seqs:
             return
         budget = self._max_num_batched_tokens - sum(entry.num_tokens for entry in step)
-        in_progress = {self.caches.in_progress(entry.seq) for entry in step}
+        in_progress = {self.caches.in_progress(seq) for seq in self.running}
         deferred: list[Sequence] = []
         while self.waiting and budget > 0 and len(self.running) < self._max_num_seqs:
             seq = self.waiting.popleft()

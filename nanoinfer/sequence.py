@@ -7,7 +7,7 @@ A sequence's next work is always token_ids[num_computed : num_computed + n]: pro
 tokens and what was lost to preemption are the same thing.
 
     token_ids     [ prompt ............ | generated ...... ]
-    num_computed  ---- keys and values in the cache --->|      (<= len(token_ids))
+    num_computed  ---- keys and values in the cache --->|      (<= len(token_ids) + num_pending)
 
 Of a step that the device still works on, the sampled token is pending: it counts as the next work
 before anybody knows which one it is.

@@ -144,10 +144,29 @@ def test_on_a_cpu_steps_wait_unless_told(tiny_qwen3, prompts, log, options):
     assert log == ["launch 0", "take 0", "launch 1", "take 1"]
 
 
-def test_penalties_are_waited_for(tiny_qwen3, prompts, log):
+@pytest.mark.parametrize("name", ["frequency_penalty", "logprobs", "prompt_logprobs"])
+def test_penalties_and_logprobs_are_waited_for(tiny_qwen3, prompts, log, name):
     with make(tiny_qwen3) as llm:
-        outputs(llm, prompts[:1], GREEDY.clone(max_tokens=2, frequency_penalty=0.1))
+        outputs(llm, prompts[:1], GREEDY.clone(max_tokens=2, **{name: 1}))
     assert log == ["launch 0", "take 0", "launch 1", "take 1"]
+
+
+def test_nothing_stays_in_flight(tiny_qwen3, prompts):
+    ids = hf_greedy(tiny_qwen3, prompts[1], NUM_TOKENS)
+    with make(tiny_qwen3) as llm:
+        outputs(llm, prompts[1:2], GREEDY.clone(stop_token_ids=[ids[1]]))
+        assert not llm.engine._pipeline._in_flight
+
+
+def test_a_prefix_in_flight_is_not_computed_twice(tiny_qwen3, prompts):
+    """The first sequence is at its last token and not in the step that admits the second."""
+    counts = {}
+    for is_async in (False, True):
+        with make(tiny_qwen3, async_scheduling=is_async, max_num_batched_tokens=104) as llm:
+            asked = [prompts[5] + [i] for i in range(4)]
+            outputs(llm, asked, GREEDY.clone(max_tokens=1))
+            counts[is_async] = llm.stats().prefix_hit_tokens
+    assert counts[True] == counts[False] == 3 * 96
 
 
 def test_states_are_waited_for(tiny, prompts, log):

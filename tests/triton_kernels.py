@@ -12,13 +12,15 @@ import pytest
 import test_gated_delta as delta
 import test_moe as mixture
 import torch
+import triton
+import triton.language as tl
 from test_paged_attention import make_case
 from test_quantized_kv import in_8_bits, make_store_case, new_caches
 
 from nanoinfer.kernels.causal_conv import causal_conv_ref
 from nanoinfer.kernels.draw import draw_ref
 from nanoinfer.kernels.gated_delta import gated_delta_ref
-from nanoinfer.kernels.gumbel import row_keys
+from nanoinfer.kernels.gumbel import gumbel, row_keys
 from nanoinfer.kernels.linear import linear_ref, quantize_blocks_fp8
 from nanoinfer.kernels.moe import Routing, moe_ref
 from nanoinfer.kernels.norm_rope_store import HeadNorms, norm_rope_store_ref
@@ -29,7 +31,7 @@ from nanoinfer.kernels.rotary import Rope
 from nanoinfer.kernels.store_kv import store_kv_ref
 from nanoinfer.kernels.triton_attention import paged_attention_triton, store_kv_triton
 from nanoinfer.kernels.triton_delta import causal_conv_triton, gated_delta_triton
-from nanoinfer.kernels.triton_draw import draw_triton
+from nanoinfer.kernels.triton_draw import draw_triton, noise_of
 from nanoinfer.kernels.triton_fp8 import multiply_triton, quantize_triton
 from nanoinfer.kernels.triton_moe import moe_triton
 from nanoinfer.kernels.triton_norm_rope import norm_rope_store_triton
@@ -117,6 +119,31 @@ def test_draw(vocab_size):
         keys = row_keys(torch.arange(len(logits)) + 100 * step, torch.arange(len(logits)))
         expected = draw_ref(logits.clone(), *params, keys)
         assert draw_triton(logits.clone(), *params, keys).tolist() == expected.tolist()
+
+
+def test_noise_is_near_the_references_where_it_wins():
+    """All ids are alike: the largest noise decides, which is where fp32 would be off most."""
+    R, V = 8, 60_000
+    ones = torch.ones(R)
+    for step in range(3):
+        logits = torch.randn(R, V) * 0.3
+        keys = row_keys(torch.arange(R) + 50 * step, torch.arange(R))
+        given = (ones, torch.zeros(R, dtype=torch.int64), ones, torch.zeros(R), keys)
+        expected = draw_ref(logits.clone(), *given)
+        assert draw_triton(logits.clone(), *given).tolist() == expected.tolist()
+
+
+@triton.jit
+def _noises(hashes, out):
+    i = tl.arange(0, 64)
+    tl.store(out + i, noise_of(tl.load(hashes + i)))
+
+
+def test_noise_of_the_largest_hashes():
+    hashes = 2**24 - 1 - torch.cat((torch.arange(32), torch.logspace(1.5, 7.2, 32).int())).int()
+    found = torch.empty(64)
+    _noises[(1,)](hashes, found)
+    torch.testing.assert_close(found.double(), gumbel(hashes), atol=1e-4, rtol=1e-5)
 
 
 def test_store_kv():

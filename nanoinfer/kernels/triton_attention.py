@@ -85,9 +85,14 @@ def _meet(
     decay = tl.math.exp2(top - new_top)
     p = tl.math.exp2(scores - new_top[:, None])
     total = total * decay + tl.sum(p, 1)
+    values = tl.load(v + slot[:, None] + d[None, :], is_kd, 0.0)
     if IS_8BIT:
-        p *= tl.load(v_scales + head, is_key, 0.0)[None, :]
-    values = tl.load(v + slot[:, None] + d[None, :], is_kd, 0.0).to(queries.dtype)
+        v_scale = tl.load(v_scales + head, is_key, 0.0)
+        if queries.dtype == tl.float16:  # p times a scale would be too small for it
+            values = values.to(tl.float32) * v_scale[:, None]
+        else:
+            p *= v_scale[None, :]
+    values = values.to(queries.dtype)
     acc = tl.dot(p.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
     return new_top, total, acc
 

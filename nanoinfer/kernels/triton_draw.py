@@ -65,9 +65,9 @@ def _mix(x):
 
 
 @triton.jit
-def _noise(hashes):
+def noise_of(hashes):
     """gumbel.py's formula in fp32: near 1, log u is a series in 1 - u."""
-    rest = (16777216.0 - 0.5 - hashes.to(tl.float32)) * (1.0 / 16777216.0)  # 1 - u
+    rest = ((16777215.0 - hashes.to(tl.float32)) + 0.5) * (1.0 / 16777216.0)  # 1 - u
     series = rest * (1.0 + rest * (0.5 + rest * (1.0 / 3.0 + rest * 0.25)))
     u = (hashes.to(tl.float32) + 0.5) * (1.0 / 16777216.0)
     return -tl.log(tl.where(rest < 0.01, series, -tl.log(u)))
@@ -78,7 +78,7 @@ def _noisy(x, top, temperature, start, V, limit, key, is_greedy, TILE: tl.conste
     """Score + noise of a tile in fp32, -inf for what is left out; scores, hashes and ids."""
     distance, ids, is_in = _distances(x, top, temperature, start, V, TILE)
     hashes = (_mix(key ^ _mix(ids.to(tl.uint32))) & 0xFFFFFF).to(tl.int32)
-    noise = tl.where(is_greedy, 0.0, _noise(hashes))
+    noise = tl.where(is_greedy, 0.0, noise_of(hashes))
     is_kept = is_in & (distance.to(tl.uint32, bitcast=True) <= limit)
     return tl.where(is_kept, noise - distance, -float("inf")), distance, hashes, ids
 
@@ -97,7 +97,7 @@ def _draw(
     is_greedy = temperature == 0.0
     temperature = tl.where(is_greedy, 1.0, temperature)
     k, p = tl.load(top_k + row), tl.load(top_p + row)
-    limit = (-tl.log(tl.load(min_p + row))).to(tl.uint32, bitcast=True)
+    limit = tl.abs(tl.log(tl.load(min_p + row))).to(tl.uint32, bitcast=True)  # no -0.0
     if (k > 0) & (k < V):
         limit = _search(x, top, temperature, V, k.to(tl.float32), limit, False, TILE)
     if p < 1.0:
