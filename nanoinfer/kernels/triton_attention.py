@@ -85,13 +85,12 @@ def _meet(
     decay = tl.math.exp2(top - new_top)
     p = tl.math.exp2(scores - new_top[:, None])
     total = total * decay + tl.sum(p, 1)
+    IS_FP16: tl.constexpr = queries.dtype == tl.float16  # p times a scale would be too small for it
+    if IS_8BIT and not IS_FP16:
+        p *= tl.load(v_scales + head, is_key, 0.0)[None, :]
     values = tl.load(v + slot[:, None] + d[None, :], is_kd, 0.0)
-    if IS_8BIT:
-        v_scale = tl.load(v_scales + head, is_key, 0.0)
-        if queries.dtype == tl.float16:  # p times a scale would be too small for it
-            values = values.to(tl.float32) * v_scale[:, None]
-        else:
-            p *= v_scale[None, :]
+    if IS_8BIT and IS_FP16:
+        values = values.to(tl.float32) * tl.load(v_scales + head, is_key, 0.0)[:, None]
     values = values.to(queries.dtype)
     acc = tl.dot(p.to(values.dtype), values, acc * decay[:, None], input_precision="ieee")
     return new_top, total, acc
