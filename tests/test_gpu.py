@@ -19,9 +19,11 @@ from nanoinfer import LLM, SamplingParams
 from nanoinfer.batch import Batch
 from nanoinfer.kernels import Kernels, select_kernels
 from nanoinfer.kernels.gumbel import row_keys
+from nanoinfer.kernels.library_attention import load_attention
 from nanoinfer.kernels.linear import linear_ref, quantize_blocks_fp8
 from nanoinfer.kernels.moe import Routing
 from nanoinfer.kernels.quantized_kv import KV_DTYPES, dequantize_heads
+from nanoinfer.layers.attention import KVCacheSpec
 
 pytestmark = [
     pytest.mark.gpu,
@@ -81,6 +83,30 @@ def test_keys_and_values_in_8_bits(kernels, head_dim, dtype, is_rotated):
     for name in ("k", "v"):
         caches = ((getattr(c, name), getattr(c.scales, name)) for c in (on_gpu, cache))
         check(*(dequantize_heads(*c, torch.float32) for c in caches))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_norm_rope_store(kernels, head_dim):
+    *arguments, slots = (*make_store_case(BF16, head_dim), torch.randperm(64)[:21])
+    cache = KVCacheSpec(2, head_dim, BF16).allocate(4, 16, torch.device("cpu"))
+    on_gpu = to_gpu(cache)
+    queries = kernels.norm_rope_store(*map(to_gpu, arguments), *on_gpu, to_gpu(slots))
+    check(queries, Kernels().norm_rope_store(*arguments, *cache, slots))
+    check(on_gpu.k, cache.k)
+    assert torch.equal(on_gpu.v.cpu(), cache.v)
+
+
+@pytest.mark.parametrize("name", ["varlen", "flash_attn"])
+@pytest.mark.parametrize("step", [[(1, 300), (1, 5), (1, 0)], [(70, 70), (1, 590)]])
+def test_attention_of_libraries(name, step):
+    try:
+        attention = load_attention(name, GPU, BF16, 256, 128)
+    except ValueError as error:
+        pytest.skip(str(error))
+    case = make_case(step, 16, 8, head_dim=128, block_size=256, dtype=BF16)
+    case[1:3] = [x.nan_to_num() for x in case[1:3]]
+    wide = [x.float() if isinstance(x, torch.Tensor) and x.is_floating_point() else x for x in case]
+    check(attention(*map(to_gpu, case)), Kernels().paged_attention(*wide))
 
 
 def test_draw(kernels):

@@ -14,12 +14,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nanoinfer import EngineConfig
+from nanoinfer.batch import Entries, SamplingBatch
 from nanoinfer.cuda_graphs import CudaGraphs
 from nanoinfer.graphs import free_memory, make_graphs, worst_sampling
 from nanoinfer.kernels import Kernels
 from nanoinfer.kernels.moe import route
 from nanoinfer.model_config import ModelConfig
 from nanoinfer.models.qwen3 import CausalLM
+from nanoinfer.sampler import sample
 
 CPU = torch.device("cpu")
 MODELS = ["tiny-qwen3", "tiny-llama", "tiny-qwen3-moe", "tiny-qwen3_5", "tiny-qwen3_5-moe"]
@@ -41,7 +43,17 @@ STAND_INS = Kernels(
     causal_conv=stand_in,
     gated_delta=lambda q, k, v, *others: torch.empty_like(v),
     moe=moe_stand_in,
+    draw=lambda logits, *others: logits.argmax(-1),
 )
+
+
+def adjusted_sampling(num_rows: int) -> SamplingBatch:
+    """Rows with biases and penalties; log probabilities are waited for."""
+    ids = torch.arange(num_rows)
+    entries = Entries(ids, ids, ids.float())
+    adjustments = {"added": entries, "repetition": entries, "penalties": entries}
+    sampling = worst_sampling(num_rows, CPU)
+    return dataclasses.replace(sampling, **adjustments, num_logprobs=[None] * num_rows)
 
 
 def make_model(folder) -> CausalLM:
@@ -70,7 +82,9 @@ def test_a_step_never_waits_for_the_device(tiny, name):
         model = make_model(folder)
         caches = [spec.allocate(2, 4, CPU) for spec in model.cache_specs()]
         batch = make_batch(5)
-        model.logits(model(batch, caches)[batch.logits_indices])
+        logits = model.logits(model(batch, caches)[batch.logits_indices])
+        launched = sample(logits, adjusted_sampling(5), STAND_INS)
+        batch.input_ids[torch.arange(3)] = launched.token_ids[torch.arange(3)]  # the next step's
         with pytest.raises(RuntimeError):
             batch.seq_lens.max().item()
 
