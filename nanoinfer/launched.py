@@ -60,11 +60,9 @@ class Launched:
 
 def collect(drawn: Drawn, ids: list[int]) -> list[Candidates | None]:
     """Log probabilities of each row that asked for them, on the host."""
-    rows = [row for row, k in enumerate(drawn.num_logprobs) if k is not None]
-    counts = [k for k in drawn.num_logprobs if k is not None]
-    found: list[Candidates | None] = [None] * len(ids)
-    if drawn.logprobs is not None:
-        chosen = top_logprobs(drawn.logprobs, [ids[row] for row in rows], counts)
-        for row, candidates in zip(rows, chosen, strict=True):
-            found[row] = candidates
-    return found
+    if drawn.logprobs is None:
+        return [None] * len(ids)
+    pairs = zip(ids, drawn.num_logprobs, strict=True)
+    wanted, counts = zip(*((i, k) for i, k in pairs if k is not None), strict=True)
+    found = iter(top_logprobs(drawn.logprobs, [*wanted], [*counts]))
+    return [None if k is None else next(found) for k in drawn.num_logprobs]

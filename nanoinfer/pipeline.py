@@ -28,7 +28,6 @@ from nanoinfer.batch import Batch
 from nanoinfer.config import EngineConfig
 from nanoinfer.launched import Launched
 from nanoinfer.model_runner import ModelRunner
-from nanoinfer.sampling_params import SamplingParams
 from nanoinfer.scheduler import ScheduledSequence, Scheduler
 
 
@@ -86,7 +85,7 @@ def on_device(device: torch.device) -> contextlib.AbstractContextManager:
 
 def _needs_tokens(entry: ScheduledSequence) -> bool:
     """Must its token be known before the next step is launched?"""
-    params: SamplingParams = entry.seq.params
+    params = entry.seq.params
     penalties = (params.presence_penalty, params.frequency_penalty, params.repetition_penalty)
     asks = params.logprobs is not None or params.prompt_logprobs is not None
     return asks or (entry.is_sampling and penalties != (0, 0, 1))

@@ -11,7 +11,7 @@ token (decoding) go first, prompts take what is left in chunks, then waiting seq
 Invariants: `schedule` advances num_computed, `commit` registers blocks, takes tokens, checks stops
 and frees. The oldest running sequence always advances, so every request ends: when the pool is
 short the newest is preempted, that is, it drops its blocks and will be computed again. A waiting
-sequence whose next block is being computed in this step waits for it instead of computing it too.
+sequence whose next block is being computed already waits for it instead of computing it too.
 
 A production engine adds: priorities, fairness between users, KV transfer between machines.
 One kind of step and the token budget: vLLM V1, after Sarathi-Serve's chunked prefill (2024).

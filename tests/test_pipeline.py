@@ -9,9 +9,10 @@ import torch
 from oracle import good_prompts, hf_greedy
 
 from nanoinfer import LLM, EngineConfig, SamplingParams
+from nanoinfer.batch import Batch
 from nanoinfer.launched import Launched
 from nanoinfer.model_runner import ModelRunner
-from nanoinfer.pipeline import on_device
+from nanoinfer.pipeline import on_device, with_index
 
 NUM_TOKENS = 12
 GREEDY = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True)
@@ -248,8 +249,8 @@ class Where:
 
 def test_all_work_is_done_on_the_engines_device(tiny_qwen3, prompts, monkeypatch):
     """Of several GPUs; it is a thread's setting, and any thread may step the engine."""
-    places = []
-    make_runner, launch = ModelRunner.__init__, ModelRunner.launch
+    gpu, places = torch.device("cuda:1"), []
+    make_runner, launch, build = ModelRunner.__init__, ModelRunner.launch, Batch.build
 
     def making(self, *args):
         places.append(Where.now)
@@ -261,18 +262,28 @@ def test_all_work_is_done_on_the_engines_device(tiny_qwen3, prompts, monkeypatch
         places.append(Where.now)
         return launch(self, batch, before)
 
-    gpu = torch.device("cuda:1")
+    def building(step, block_size, device):
+        places.append(device)
+        return build(step, block_size, torch.device("cpu"))
+
     monkeypatch.setattr(torch.cuda, "device", Where)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(EngineConfig, "torch_device", gpu)
     monkeypatch.setattr(ModelRunner, "__init__", making)
     monkeypatch.setattr(ModelRunner, "launch", launching)
+    monkeypatch.setattr(Batch, "build", building)
     with make(tiny_qwen3) as llm:
-        llm.engine._pipeline._device = torch.device("cpu")  # for uploads
-        monkeypatch.setattr("nanoinfer.pipeline.on_device", lambda device: Where(gpu))
         outputs(llm, prompts[:1], GREEDY.clone(max_tokens=2))
-    assert places == [gpu] * 3
+    assert places == [gpu] * 5  # made, then uploaded and launched twice
     assert Where.now is None
+
+
+def test_a_gpu_without_a_number_is_this_threads(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert with_index(torch.device("cuda")) == torch.device("cuda:3")
+    assert with_index(torch.device("cuda:1")) == torch.device("cuda:1")
+    assert with_index(torch.device("cpu")) == torch.device("cpu")
 
 
 def test_a_cpu_has_no_device_to_set():

@@ -59,13 +59,15 @@ template <class T> void turn_heads(T* heads, int64_t count, int64_t D, float* x)
 
 }  // namespace
 
-// k_scales, v_scales: null unless the cache is in 8 bits. q_weight, k_weight: null without norms. axes: null for positions [T], else positions are [3, T].
+// k_scales, v_scales: null unless the cache is in 8 bits. q_weight, k_weight: null without norms.
+// axes: null for positions [T], else positions are [3, T].
 // Returns -1; or the first token whose position has no row in the table; or T plus the first token
 // whose slot is out of bounds.
 extern "C" int64_t nanoinfer_norm_rope_store(
     int is_bf16, int is_weight_fp32, int is_interleaved, int is_e4m3, int is_rotated, void* q_out,
-    void* k_cache, void* v_cache, float* k_scales, float* v_scales, const void* q, const void* k, const void* v, const void* q_weight, const void* k_weight,
-    const int64_t* positions, const int64_t* axes, const float* table, const int64_t* slots,
+    void* k_cache, void* v_cache, float* k_scales, float* v_scales, const void* q, const void* k,
+    const void* v, const void* q_weight, const void* k_weight, const int64_t* positions,
+    const int64_t* axes, const float* table, const int64_t* slots,
     int64_t T, int64_t H, int64_t KV, int64_t D, int64_t P, int64_t R, int64_t offset,
     int64_t num_slots, int64_t q_t, int64_t q_h, int64_t k_t, int64_t k_h, int64_t v_t,
     int64_t v_h, float eps, int threads) {
@@ -80,18 +82,18 @@ extern "C" int64_t nanoinfer_norm_rope_store(
     using Weight = std::remove_pointer_t<decltype(weight)>;
     const Heads<E> queries{(const E*)q, H, q_t, q_h}, keys{(const E*)k, KV, k_t, k_h};
     const Heads<E> values{(const E*)v, KV, v_t, v_h};
+    const bool is_plain = k_scales == nullptr;
     const Cache8 k8{k_cache, k_scales, is_e4m3, is_rotated};
     const Cache8 v8{v_cache, v_scales, is_e4m3, is_rotated};
 #pragma omp parallel num_threads(threads) if (T * (H + KV) * D > MIN_PARALLEL)
     {
       std::vector<float> row(R);
-      std::vector<E> head(D), turned(KV * D);
-      std::vector<float> wide(D + W);
+      std::vector<E> head(D), turned(is_plain ? 0 : KV * D);
+      std::vector<float> wide(is_plain ? 0 : D + W);
 #pragma omp for
       for (int64_t t = 0; t < T; t++) {
         const float* at = angles.row(t, row.data());
         const int64_t slot = slots[t] * KV;  // its first head
-        const bool is_plain = k_scales == nullptr;
         E* turned_k = is_plain ? (E*)k_cache + slot * D : turned.data();
         norm_and_turn(typed + t * H * D, queries, t, (const Weight*)q_weight, at, turn, eps,
                       head.data());
