@@ -32,14 +32,30 @@ NEEDED = {  # a level of x86-64, and what a CPU of it has, among others
 }
 
 
-def kernel_library(machine: str) -> ctypes.CDLL:
-    """The C++ kernels built for "native" or a level of x86-64; skips where they cannot run."""
-    from nanoinfer.kernels.build import KernelBuildError, cpu_features, load_library
+MULTIPLYING = (*NEEDED, "pairs")  # "pairs": AVX512-BF16 where native avoids it
 
-    if not NEEDED.get(machine, set()) <= cpu_features():
+
+def machine_flags(machine: str) -> tuple[str, ...]:
+    """The compiler's flags for "native" or one of `MULTIPLYING`; skips where it cannot run."""
+    from nanoinfer.kernels.build import cpu_features, has_slow_pairs, native_flags
+
+    if machine == "native":
+        return native_flags()
+    if machine == "pairs":
+        if not has_slow_pairs():
+            pytest.skip("native multiplies pairs, or has none")
+        return ("-march=native",)
+    if not NEEDED[machine] <= cpu_features():
         pytest.skip(f"this CPU cannot run {machine}")
+    return (f"-march={machine}",)
+
+
+def kernel_library(machine: str) -> ctypes.CDLL:
+    """The C++ kernels built for a machine; skips where they cannot run."""
+    from nanoinfer.kernels.build import KernelBuildError, load_library
+
     try:
-        return load_library(machine_flag=None if machine == "native" else f"-march={machine}")
+        return load_library(machine_flags=machine_flags(machine))
     except KernelBuildError as error:
         pytest.skip(f"no C++ kernels here: {error}")
 

@@ -150,7 +150,7 @@ def test_code_is_for_this_cpu_or_the_one_that_was_named(home):
     source = home / "src" / "one.cpp"
     source.write_text("#ifndef CPU\n#define CPU 1\n#endif\n" + SOURCE.replace("%d", "CPU"))
     assert load(home).nanoinfer_answer() == 1
-    assert build.load_library(home / "src", machine_flag="-DCPU=7").nanoinfer_answer() == 7
+    assert build.load_library(home / "src", machine_flags=("-DCPU=7",)).nanoinfer_answer() == 7
     assert load(home).nanoinfer_answer() == 1
     assert count_builds(home) == len(cached_files(home)) == 2
     source.write_text(SOURCE % 2)  # to be built anew
@@ -158,7 +158,7 @@ def test_code_is_for_this_cpu_or_the_one_that_was_named(home):
     with pytest.raises(build.KernelBuildError, match=r"got .* -m(arch|cpu)=native "):
         load(home)
     with pytest.raises(build.KernelBuildError, match=r"got ((?!native).)*$"):
-        build.load_library(home / "src", machine_flag="-DCPU=7")
+        build.load_library(home / "src", machine_flags=("-DCPU=7",))
 
 
 def test_cpu_features_are_names():

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import NEEDED, kernel_library
+from conftest import MULTIPLYING, kernel_library
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
@@ -60,14 +60,15 @@ has_packing = torch.backends.mkldnn.is_available() and bool(
     torch.ops.mkldnn._is_mkldnn_bf16_supported()
 )
 needs_packing = pytest.mark.skipif(not has_packing, reason="this CPU has no bf16 instructions")
-packed_param = pytest.param("packed", marks=needs_packing)
+shared_param = pytest.param("shared", marks=needs_packing)
 onednn_param = pytest.param("onednn", marks=needs_packing)
 
 # name: dtype of x, what the weight is turned into, and the kernels that pack it
 KINDS: dict[str, tuple[torch.dtype, torch.dtype | None, str | None]] = {
     "fp32": (FP32, None, None),
     "bf16": (BF16, None, None),
-    "packed": (BF16, None, "native"),
+    "packed": (BF16, None, "own"),
+    "shared": (BF16, None, "shared"),
     "onednn": (BF16, None, "onednn"),
     "int8": (FP32, torch.int8, None),
     "int8-bf16": (BF16, torch.int8, None),
@@ -76,7 +77,7 @@ KINDS: dict[str, tuple[torch.dtype, torch.dtype | None, str | None]] = {
     "fp8": (FP32, FP8, None),
     "fp8-bf16": (BF16, FP8, None),
 }
-PLAIN = ["fp32", "bf16", packed_param, onednn_param]  # one contract, four bodies
+PLAIN = ["fp32", "bf16", "packed", shared_param, onednn_param]  # one contract, five bodies
 INT8 = ["int8", "int8-bf16", "int8-packed", "int8-bf16-packed"]
 ALL = [*PLAIN, *INT8, "fp8", "fp8-bf16"]
 assert len(ALL) == len(KINDS)
@@ -84,13 +85,22 @@ assert len(ALL) == len(KINDS)
 
 @functools.cache
 def linear_cpu(name: str, threads: int = 2) -> LinearCpu:
-    """With the C++ library built for a CPU, or as it is where none can be built."""
-    return LinearCpu(None, 1) if name == "onednn" else LinearCpu(kernel_library(name), threads)
+    """With the C++ library built for a CPU, or as it is where none can be built.
+
+    "shared": with oneDNN's kernel for many rows, on the same bytes; "own": with ours for all.
+    """
+    if name == "onednn":
+        return LinearCpu(None, 1)
+    packer = LinearCpu(kernel_library("native" if name in ("own", "shared") else name), threads)
+    if name in ("own", "shared"):
+        packer.uses_onednn = name == "shared"
+    return packer
 
 
 def has_own_kernel(kind: str, K: int) -> bool:
-    """Blocks that our kernel reads: whole steps, as oneDNN rounds them up for bf16."""
-    return KINDS[kind][2] == "native" and K % (32 if KINDS[kind][1] is None else 4) == 0
+    """Blocks that our kernel reads: whole units, and whole steps as oneDNN rounds them up."""
+    steps = {"own": 2, "shared": 32, "native": 4}
+    return KINDS[kind][2] in steps and K % steps[KINDS[kind][2]] == 0
 
 
 def random(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
@@ -504,7 +514,7 @@ def test_the_stride_of_a_single_row_or_column_is_not_looked_at():
         check_out("out", torch.zeros(8, 4).T[:1], (1, 8), FP32)
 
 
-@pytest.mark.parametrize("kind", ["fp32", packed_param, onednn_param, "int8-packed"])
+@pytest.mark.parametrize("kind", ["fp32", "packed", shared_param, onednn_param, "int8-packed"])
 def test_out_and_out_acc_together_are_refused(kind):
     linear, *_ = make(kind, 48, 5)
     dtype = KINDS[kind][0]
@@ -763,10 +773,11 @@ forms = pytest.mark.parametrize(
     [
         (FP32, None),
         (BF16, None),
-        pytest.param(BF16, "native", marks=needs_packing),
+        (BF16, "own"),
+        pytest.param(BF16, "shared", marks=needs_packing),
         pytest.param(BF16, "onednn", marks=needs_packing),
     ],
-    ids=["fp32", "bf16", "packed", "onednn"],
+    ids=["fp32", "bf16", "packed", "shared", "onednn"],
 )
 
 
@@ -965,7 +976,9 @@ def test_an_unknown_part_is_a_key_error(case, name):
 
 
 @pytest.mark.parametrize("bias", [False, True])
-@pytest.mark.parametrize("kind", [packed_param, onednn_param, "int8-packed", "int8-bf16-packed"])
+@pytest.mark.parametrize(
+    "kind", ["packed", shared_param, onednn_param, "int8-packed", "int8-bf16-packed"]
+)
 def test_packing_leaves_one_copy_of_the_weight(kind, bias):
     dtype, form, packer = KINDS[kind]
     linear, weight, vector = make("fp32" if dtype == FP32 else "bf16", 96, 273, bias)
@@ -1013,12 +1026,17 @@ def test_what_no_kernel_reads_faster_stays_plain(kind, K, packer):
     assert torch.equal(linear(x), before)
 
 
-def test_without_onednn_int8_is_packed_and_bf16_is_not(monkeypatch):
+def test_without_onednn_our_own_kernel_packs(monkeypatch):
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
     pack = LinearCpu(kernel_library("native"), 2).pack
-    weight = integers(100, 64, dtype=BF16)
-    assert pack(weight, None) is None
+    weight, x = integers(100, 66, dtype=BF16), integers(600, 66, dtype=BF16)
     assert LinearCpu(None, 1).pack(weight, None) is None
+    assert pack(weight[:, 1:], None) is None, "no whole pairs"
+    packed = pack(weight, None)
+    assert packed is not None
+    assert torch.equal(packed.plain(), weight)
+    assert torch.equal(packed.multiply(x, None, False), reference(x, weight, None, None))
+    weight = integers(100, 64, dtype=BF16)
     values, scales = quantize_rows_int8(weight)
     packed = pack(values, scales)
     assert packed is not None
@@ -1034,11 +1052,13 @@ from nanoinfer.kernels.build import load_library
 from nanoinfer.kernels.linear import LinearCpu, empty_rows
 from nanoinfer.layers.linear import Linear
 
-library = None if sys.argv[1] == "onednn" else load_library()
+packer = LinearCpu(None if sys.argv[1] == "onednn" else load_library(), 1)
+packer.uses_onednn = sys.argv[1] != "own"
+torch.ops.mkldnn._reorder_linear_weight(torch.ones(40, 40).bfloat16(), 1)  # told, if anything is
 for K, N in [(96, 272), (80, 273)]:
     linear = Linear(K, N, bias=True, dtype=torch.bfloat16, device="cpu")
     linear.weight.data.fill_(1), linear.bias.data.fill_(1)
-    linear.pack(LinearCpu(library, 1).pack)
+    linear.pack(packer.pack)
     for M in {COUNTS}:
         x, out = torch.ones(M, K).bfloat16(), empty_rows((M, N), torch.bfloat16, "cpu").fill_(1)
         linear(x), linear(x, out=out), linear(x, out_acc=out)
@@ -1046,12 +1066,13 @@ for K, N in [(96, 272), (80, 273)]:
 
 
 @needs_packing
-@pytest.mark.parametrize("packer", ["native", "onednn"])
+@pytest.mark.parametrize("packer", ["own", "shared", "onednn"])
 def test_one_packing_serves_every_number_of_rows(packer):
     """oneDNN tells what it runs: the weight is re-ordered once, by `pack`, and never again.
 
     Up to 64 rows, and where it adds to a buffer, our kernel reads the same bytes. Where it cannot,
-    what is added is rounded once only if the product is not oneDNN's: there, out_acc unpacks.
+    what is added is rounded once only if the product is not oneDNN's: there, out_acc unpacks. Where
+    our kernel multiplies any number of rows, oneDNN has nothing to do.
     """
     linear_cpu(packer)
     path = os.pathsep.join([str(Path(nanoinfer.__file__).parents[1]), *sys.path])
@@ -1063,8 +1084,11 @@ def test_one_packing_serves_every_number_of_rows(packer):
     if not lines:
         pytest.skip("this build of oneDNN does not tell what it runs")
     reorders = [line for line in lines if ",reorder," in line]
+    if packer == "own":
+        assert len(lines) == 1, "\n".join(lines)
+        return
     for K, N in [(96, 272), (80, 273)]:
-        is_ours = packer == "native" and K % 32 == 0
+        is_ours = packer == "shared" and K % 32 == 0
         dims = (f",{N}x{K},", f",{K}x{N},")
         found = [line for line in reorders if any(d in line for d in dims)]
         plain, blocked = re.findall(r"(?:src|dst):([^ ,]+)", found[0])  # by pack
@@ -1080,7 +1104,7 @@ def test_one_packing_serves_every_number_of_rows(packer):
 
 # -- Blocks ---------------------------------------------------------------------------------------
 
-MACHINES = ["native", *NEEDED]
+MACHINES = ["native", *MULTIPLYING]
 SIZES_OF_BLOCKS = [(5, 4), (64, 32), (100, 96), (128, 1056), (192, 36), (273, 64), (33, 2080)]
 ROWS = [*range(1, 14), 63, 64, 65, 70, 511, 600]
 
@@ -1184,7 +1208,8 @@ def test_bits_of_a_row_depend_on_neither_neighbours_nor_threads(is_int8, machine
 def test_our_kernel_and_onednns_agree_where_they_meet():
     """64 rows are ours, 65 are oneDNN's: nearly all bits are the same, and no sum is far off."""
     weight, x = random(192, 1024, dtype=BF16, seed=1), random(65, 1024, dtype=BF16)
-    packed, plain = packed_bf16(weight), linear_cpu("onednn").pack(weight, None)
+    packed = packed_bf16(weight, "shared")
+    plain = linear_cpu("onednn").pack(weight, None)
     ours, theirs = packed.multiply(x[:64], None, False), packed.multiply(x, None, False)
     assert torch.equal(ours, packed.multiply(x, None, True)[:64].to(BF16))
     assert torch.equal(theirs, plain.multiply(x, None, False))
@@ -1212,7 +1237,6 @@ def test_wide_is_the_sum_before_it_is_rounded(kind, bias):
             assert not torch.equal(found, found.to(dtype).float())
 
 
-@needs_packing
 @pytest.mark.parametrize("form", [None, torch.int8])
 def test_rows_of_a_packed_weight_are_what_was_packed(form):
     weight, scales = random(273, 64, dtype=BF16), None
@@ -1253,7 +1277,7 @@ def test_blocks_that_lie_in_another_order_are_not_used(N, change, monkeypatch):
         return change(flat.view(-1, 32, 64, 2)).reshape(-1)
 
     weight, x = random(N, 64, dtype=BF16), integers(5, 64, dtype=BF16)
-    pack = linear_cpu("native").pack
+    pack = linear_cpu("shared").pack
     expected = pack(weight, None).multiply(x, None, False)
     monkeypatch.setattr(torch, "frombuffer", in_another_order)
     packed = pack(weight, None)

@@ -5,7 +5,7 @@ import functools
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import NEEDED, kernel_library
+from conftest import MULTIPLYING, kernel_library
 from safetensors.torch import load_file, save_file
 from transformers import Qwen3_5MoeTextConfig, Qwen3MoeConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeSparseMoeBlock
@@ -19,7 +19,7 @@ from nanoinfer.kernels.moe import Experts, MoeCpu, Routing, moe_ref, route
 from nanoinfer.layers.moe import MoE
 
 BF16, FP32 = torch.bfloat16, torch.float32
-BODIES = ["ref", "native", *NEEDED]
+BODIES = ["ref", "native", *MULTIPLYING]
 # T, E, I, X, K
 SIZES = [(1, 64, 32, 8, 2), (7, 64, 64, 8, 1), (50, 32, 100, 4, 4), (40, 130, 6, 3, 2)]
 

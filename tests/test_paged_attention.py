@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from conftest import NEEDED, kernel_library
+from conftest import MULTIPLYING, kernel_library
 
 from nanoinfer.kernels.build import num_threads
 from nanoinfer.kernels.paged_attention import make_paged_attention_cpu, paged_attention_ref
@@ -17,12 +17,12 @@ def cpu_kernel(threads=None, machine="native"):
     return make_paged_attention_cpu(library, threads or num_threads(library))
 
 
-@pytest.fixture(params=["ref", "native", *NEEDED])
+@pytest.fixture(params=["ref", "native", *MULTIPLYING])
 def attention(request):
     return paged_attention_ref if request.param == "ref" else cpu_kernel(machine=request.param)
 
 
-@pytest.fixture(params=["native", *NEEDED])
+@pytest.fixture(params=["native", *MULTIPLYING])
 def machine(request):
     kernel_library(request.param)
     return request.param

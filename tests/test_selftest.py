@@ -6,16 +6,10 @@ from pathlib import Path
 from subprocess import PIPE, STDOUT, run
 
 import pytest
-from conftest import NEEDED
+from conftest import MULTIPLYING, machine_flags
 
 import nanoinfer.kernels
-from nanoinfer.kernels.build import (
-    _FLAGS,
-    KernelBuildError,
-    _find_compiler,
-    _native_flag,
-    cpu_features,
-)
+from nanoinfer.kernels.build import _FLAGS, KernelBuildError, _find_compiler
 
 KERNELS = Path(nanoinfer.kernels.__file__).parent
 FLAGS = [flag for flag in _FLAGS if flag not in ("-shared", "-fPIC")]
@@ -44,18 +38,18 @@ def check(compiler: list[str], emulator: list[str], folder: Path) -> None:
 
 
 def test_every_kernel_is_in_the_self_test():
-    """OpenMP's number of threads is no kernel; test_kernel_build.py compares it with torch's."""
+    """What tells of the build is no kernel; test_kernel_build.py and test_linear.py compare it."""
     text = "".join(path.read_text() for path in KERNELS.glob("*.cpp"))
-    assert {*re.findall(r'extern "C" \w+ nanoinfer_(\w+)\(', text)} == NAMES | {"omp_max_threads"}
+    assert {*re.findall(r'extern "C" \w+ nanoinfer_(\w+)\(', text)} == NAMES | {
+        "omp_max_threads",
+        "has_pairs",
+    }
 
 
-@pytest.mark.parametrize("level", ["native", *NEEDED])
-def test_kernels_pass_on_this_machine(tmp_path, level):
-    if not NEEDED.get(level, set()) <= cpu_features():
-        pytest.skip(f"this CPU cannot run {level}")
+@pytest.mark.parametrize("machine", ["native", *MULTIPLYING])
+def test_kernels_pass_on_this_machine(tmp_path, machine):
     try:
-        flag = _native_flag() if level == "native" else f"-march={level}"
-        compiler = [*_find_compiler(), flag]
+        compiler = [*_find_compiler(), *machine_flags(machine)]
     except KernelBuildError as error:
         pytest.skip(f"no C++ kernels here: {error}")
     check(compiler, [], tmp_path)

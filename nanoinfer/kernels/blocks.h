@@ -7,9 +7,12 @@
 //     a step, 256 bytes:   n0: k0 k1 | n1: k0 k1 | ... | n63: k0 k1
 //
 // One vector of a step times the same P values of x in every lane adds P products to each of its
-// lanes, in one instruction where the CPU has it (vdpbf16ps, vpdpbusd). A tile keeps R rows x C
-// vectors of sums in registers, so that a vector of W serves R rows and a value of x serves C
-// vectors; more rows are more tiles, which find the block in cache.
+// lanes, in one instruction where the CPU has a fast one (vdpbf16ps, vpdpbusd). Elsewhere bf16 is
+// multiplied as fp32: rows of x are widened before, a vector of W is split into its even and its odd
+// values, which costs two instructions for all rows.
+//
+// A tile keeps R rows x C vectors of sums in registers, so that a vector of W serves R rows and a
+// value of x serves C vectors; more rows are more tiles, which find the block in cache.
 #pragma once
 #include <algorithm>
 
@@ -21,9 +24,29 @@ constexpr int64_t BLOCK = 64;             // rows of W
 constexpr int64_t HALF = BLOCK / 2;       // what threads share out
 constexpr int64_t CHUNK = 256;            // steps at a time: as much of a block as the cache holds
 constexpr int64_t LINE = 16;              // units in a cache line
-constexpr int64_t PANEL = 512;            // rows of x at a time: as many as the cache holds
-constexpr int R_MAX = BYTES == 64 ? 6 : 4;
-constexpr int C_MAX = BYTES == 32 ? 2 : 4;
+constexpr int64_t PANEL = HAS_PAIRS ? 512 : 256;  // rows of x at a time: as many as the cache holds
+
+// What a row of x consists of when it is multiplied, and how many of these meet a unit of W.
+template <class T>
+using Operand = std::conditional_t<std::is_same_v<T, bf16> && !HAS_PAIRS, float, T>;
+template <class T> constexpr int SPLIT = sizeof(Operand<T>) / sizeof(T);
+template <class T> void to_operands(const T* x, int64_t n, Operand<T>* out) {
+  for (int64_t i = 0; i < n; i++)
+    if constexpr (SPLIT<T> == 2)
+      out[i] = widen(x[i]);
+    else
+      out[i] = x[i];
+}
+
+// A tile of R rows has as many vectors as leave registers for the operands.
+constexpr int TILE = BYTES == 32 ? 12 : 24;
+constexpr int ALONE = TILE / 6;
+template <class T> constexpr int R_MAX = TILE / (BYTES == 64 && SPLIT<T> == 1 ? 4 : BYTES == 16 ? 4 : 2);
+constexpr int vectors(int rows) {
+  int c = 2;
+  while (2 * c * W <= BLOCK && 2 * c * rows <= TILE) c *= 2;
+  return c;
+}
 
 // Four int8 of W, four uint8 of x.
 vi multiply_add(int8_t, vi acc, vu w, vu x) {
@@ -46,11 +69,17 @@ void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums,
     for (int c = 0; c < C; c++) acc[r][c] = read<V>(sums + r * BLOCK + c * W);
   for (int64_t k = 0; k < n; k++) {
     for (int64_t i = 0; i < lines; i++) __builtin_prefetch(next + (k * lines + i) * LINE, 0, 2);
-    vu weights[C];
-    for (int c = 0; c < C; c++) weights[c] = read<vu>(w + k * BLOCK + c * W);
-    for (int r = 0; r < R; r++) {
-      const vu values = vu{} + read<uint32_t>(x + r * stride + 4 * k);
-      for (int c = 0; c < C; c++) acc[r][c] = multiply_add(T(), acc[r][c], weights[c], values);
+    for (int half = 0; half < SPLIT<T>; half++, x += 4) {
+      vu weights[C];
+      for (int c = 0; c < C; c++) {
+        weights[c] = read<vu>(w + k * BLOCK + c * W);
+        if (SPLIT<T> == 2) weights[c] = half == 0 ? weights[c] << 16 : weights[c] & 0xffff0000u;
+      }
+      for (int r = 0; r < R; r++) {
+        const vu values = vu{} + read<uint32_t>(x + r * stride);
+        for (int c = 0; c < C; c++)
+          acc[r][c] = multiply_add(Operand<T>(), acc[r][c], weights[c], values);
+      }
     }
   }
   for (int r = 0; r < R; r++)
@@ -63,22 +92,27 @@ struct Shape { int64_t M, N, K, stride; };  // stride: between rows of x, in byt
 template <class T, class V, class S>
 void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t n, int64_t columns,
               S* sums) {
-  const int64_t steps = s.K * sizeof(T) / 4, tiles = (s.M + R_MAX - 1) / R_MAX;
+  constexpr int R = R_MAX<T>;
+  const int64_t steps = s.K * sizeof(T) / 4;
+  const int64_t tiles = SPLIT<T> == 2 && s.M > ALONE && s.M <= R ? 2 : (s.M + R - 1) / R;
   const uint32_t* w = blocks + n / BLOCK * steps * BLOCK + n % BLOCK;
   std::fill(sums, sums + s.M * BLOCK, S(0));
   for (int64_t k = 0; k < steps; k += CHUNK) {
     const int64_t count = std::min(CHUNK, steps - k);
+    int64_t line = 0;  // of 4, in each step of the next chunk
     for (int64_t t = 0; t < tiles; t++) {  // of nearly equal height
       const int64_t m = t * s.M / tiles, rows = (t + 1) * s.M / tiles - m;
-      // The first tile brings the chunk from memory, which would then rest until the next one.
-      const int64_t lines = tiles < 3 || t == 0 ? 0 : tiles == 3 ? 2 : t < 5;
-      const uint32_t* next = w + (k + count) * BLOCK + (t - 1) * lines * count * LINE;
-      with_constant<R_MAX>(rows, [&](auto height) {
-        for (int64_t c = 0; c < columns; c += C_MAX * W) {
-          const bool is_whole = columns - c >= C_MAX * W;
-          const auto run = is_whole ? tile<height, C_MAX, T, V, S> : tile<height, HALF / W, T, V, S>;
-          run(x + m * s.stride + 4 * k, s.stride, w + k * BLOCK + c, count, sums + m * BLOCK + c,
-              next, c == 0 ? lines : 0);
+      with_constant<R>(rows, [&](auto height) {
+        constexpr int C = vectors(height);
+        for (int64_t c = 0; c < columns; c += C * W) {
+          // The first tile brings the chunk from memory, which would then rest until the next one.
+          const int64_t passes = (tiles - 1) * ((columns + C * W - 1) / (C * W));
+          const int64_t lines = t == 0 || line >= 4 ? 0 : passes == 1 ? (SPLIT<T> == 2 ? 4 : 0) : passes < 4 ? 2 : 1;
+          const bool is_whole = columns - c >= C * W;
+          const auto run = is_whole ? tile<height, C, T, V, S> : tile<height, std::min<int>(C, HALF / W), T, V, S>;
+          run(x + m * s.stride + 4 * SPLIT<T> * k, s.stride, w + k * BLOCK + c, count,
+              sums + m * BLOCK + c, w + (k + count) * BLOCK + line * count * LINE, lines);
+          line += lines;
         }
       });
     }

@@ -15,21 +15,25 @@
 namespace {
 
 // f(m, n, count, sums): y[m][n .. n + count], for all m and n. Threads share N out equally.
-template <class T, class V, class S, class F>
-void for_each_row(const char* x, const Shape& s, const void* blocks, int threads, F f) {
+// panel(first, count): `count` rows of x from `first` on, as `multiply` wants them; called by all.
+template <class T, class V, class S, class P, class F>
+void for_each_row(const Shape& s, const void* blocks, int threads, P panel, F f) {
   const int64_t halves = (s.N + HALF - 1) / HALF;  // the last may stand out
-#pragma omp parallel for num_threads(threads)
-  for (int64_t thread = 0; thread < threads; thread++) {
+#pragma omp parallel num_threads(threads)
+  {
     const std::unique_ptr<S[]> sums(new S[std::min(s.M, PANEL) * BLOCK]);
     for (int64_t first = 0; first < s.M; first += PANEL) {
-      const Shape panel{std::min(PANEL, s.M - first), s.N, s.K, s.stride};
-      const int64_t end = halves * (thread + 1) / threads;
-      for (int64_t i = halves * thread / threads, count; i < end; i += count) {
-        count = i % 2 == 0 && i + 1 < end ? 2 : 1;
-        multiply<T, V>(x + first * s.stride, panel, (const uint32_t*)blocks, i * HALF,
-                       count * HALF, sums.get());
-        for (int64_t m = 0; m < panel.M; m++)
-          f(first + m, i * HALF, std::min(count * HALF, s.N - i * HALF), sums.get() + m * BLOCK);
+      const Shape shape{std::min(PANEL, s.M - first), s.N, s.K, s.stride};
+      const char* x = panel(first, shape.M);
+#pragma omp for
+      for (int64_t thread = 0; thread < threads; thread++) {
+        const int64_t end = halves * (thread + 1) / threads;
+        for (int64_t i = halves * thread / threads, count; i < end; i += count) {
+          count = i % 2 == 0 && i + 1 < end ? 2 : 1;
+          multiply<T, V>(x, shape, (const uint32_t*)blocks, i * HALF, count * HALF, sums.get());
+          for (int64_t m = 0; m < shape.M; m++)
+            f(first + m, i * HALF, std::min(count * HALF, s.N - i * HALF), sums.get() + m * BLOCK);
+        }
       }
     }
   }
@@ -58,14 +62,26 @@ template <class T> Scale quantize_row(const T* x, int64_t K, uint8_t* values) {
 
 }  // namespace
 
+extern "C" int nanoinfer_has_pairs() { return HAS_PAIRS; }
+
 // Rows of x and y are `x_stride` and `y_stride` values apart.
-extern "C" void nanoinfer_linear_bf16(int is_fp32_out, void* out, const void* x, const void* blocks,
+extern "C" void nanoinfer_linear_bf16(int is_fp32_out, void* out, const bf16* x, const void* blocks,
                                       const bf16* bias, int64_t M, int64_t N, int64_t K,
                                       int64_t x_stride, int64_t y_stride, int threads) {
-  const Shape shape{M, N, K, x_stride * 2};
+  // Rows of x where they are, or widened; LINE, for rows that are 4 KiB apart push each other out.
+  const int64_t stride = HAS_PAIRS ? x_stride : K + LINE;
+  const std::unique_ptr<Operand<bf16>[]> own(
+      new Operand<bf16>[HAS_PAIRS ? 0 : std::min(M, PANEL) * stride]);
+  const auto panel = [&](int64_t first, int64_t count) {
+    if (HAS_PAIRS) return (const char*)(x + first * x_stride);
+#pragma omp for
+    for (int64_t m = 0; m < count; m++)
+      to_operands(x + (first + m) * x_stride, K, own.get() + m * stride);
+    return (const char*)own.get();
+  };
   const auto run = [&](auto* y) {
     for_each_row<bf16, vf, float>(
-        (const char*)x, shape, blocks, threads,
+        {M, N, K, stride * int64_t(sizeof(Operand<bf16>))}, blocks, threads, panel,
         [&](int64_t m, int64_t n, int64_t count, const float* sums) {
           auto* row = y + m * y_stride + n;
           for (int64_t i = 0; i < count; i++)
@@ -89,7 +105,8 @@ extern "C" void nanoinfer_linear_int8(int is_bf16, int is_fp32_out, void* out, c
                         : quantize_row((const float*)x + m * x_stride, K, values + m * K);
   const auto run = [&](auto* y) {
     for_each_row<int8_t, vi, int32_t>(
-        (const char*)values, {M, N, K, K}, blocks, threads,
+        {M, N, K, K}, blocks, threads,
+        [&](int64_t first, int64_t) { return (const char*)(values + first * K); },
         [&](int64_t m, int64_t n, int64_t count, const int32_t* sums) {
           auto* row = y + m * y_stride + n;
           for (int64_t i = 0; i < count; i++) {

@@ -20,12 +20,15 @@ On a CPU a weight is packed once, into the order in which it is used, and kept i
                                       P = 2 for bf16, 4 for int8 (linear.cpp says why)
 
 For bf16 these are the bytes of oneDNN's layout AB16b64a2b, so one packing serves two kernels: ours
-for few rows, where it reads faster, oneDNN's for many.
+for few rows, where it reads faster, oneDNN's for many. A CPU that multiplies bf16 no faster than
+fp32 (any without AVX512-BF16 or AMX, Intel's without AMX) needs ours alone: in oneDNN it reaches a
+quarter to a half of what its cores can do.
 
 Source: DeepInfer's and DeepGEMM's contract. M rows, K inputs, N outputs.
 """
 
 import ctypes
+import platform
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -44,6 +47,7 @@ _STEPS = 16  # oneDNN rounds the number of pairs up to a multiple
 _ROWS_HINT = 16  # for oneDNN, which packs alike for any number
 _NUM_PROBES = 64
 _FEW_ROWS = 64  # up to here our kernel is at least as fast as oneDNN's
+_FEW_ROWS_AMX = 8  # where products are all but free, up to here both wait for memory
 _PLAIN: tuple = ("none", [], "")  # oneDNN: nothing fused behind the product
 
 
@@ -192,6 +196,13 @@ def if_readable(pack: Pack) -> Pack:
     return pack_or_not
 
 
+def to_blocks(weight: Tensor) -> Tensor:
+    """[..., N, K] -> [..., N/64, K/P, 64, P], with rows of zeros behind the last."""
+    padded = F.pad(weight, (0, 0, 0, -weight.shape[-2] % BLOCK_ROWS))
+    units = padded.unflatten(-1, (-1, 4 // weight.itemsize)).unflatten(-3, (-1, BLOCK_ROWS))
+    return units.transpose(-3, -2).contiguous()
+
+
 def rows_of_blocks(blocks: Tensor, ids: Tensor) -> Tensor:
     """Rows `ids` [T] of a packed weight, [T, K]: what a tied embedding reads."""
     units = blocks.view(torch.int32).squeeze(-1)  # [N/64, K/P, 64]
@@ -203,7 +214,9 @@ class LinearCpu:
 
     def __init__(self, library: ctypes.CDLL | None, threads: int) -> None:
         self._threads = threads
-        self._has_onednn_bf16 = torch.backends.mkldnn.is_available() and bool(
+        has_amx = torch.cpu._is_amx_tile_supported()
+        self._few_rows = _FEW_ROWS_AMX if has_amx else _FEW_ROWS
+        self.uses_onednn = torch.backends.mkldnn.is_available() and bool(
             torch.ops.mkldnn._is_mkldnn_bf16_supported()
         )
         self._library = library
@@ -213,40 +226,61 @@ class LinearCpu:
             self._bf16.argtypes = [ctypes.c_int, *[pointer] * 4, *sizes]
             self._int8.argtypes = [*[ctypes.c_int] * 2, *[pointer] * 7, *sizes]
             self._bf16.restype = self._int8.restype = None
+            is_fast = has_amx or bool(library.nanoinfer_has_pairs())
+            self.uses_onednn &= is_fast or platform.machine() in ("aarch64", "arm64")
 
     def pack(self, weight: Tensor, scales: Tensor | None) -> PackedWeight | None:
         """Re-order a weight [N, K] of bf16, or of int8 with a scale [N] for each row.
 
         None where nothing here is faster than the plain one.
         """
-        if weight.dtype == torch.bfloat16 and self._has_onednn_bf16:
+        if weight.dtype == torch.bfloat16 and self.uses_onednn:
+            return self._pack_onednn(weight)
+        if (
+            weight.dtype == torch.bfloat16
+            and self._library is not None
+            and weight.shape[1] % 2 == 0
+        ):
             return self._pack_bf16(weight)
         if weight.dtype == torch.int8 and self._library is not None and weight.shape[1] % 4 == 0:
             assert scales is not None, "int8 weights have scales"
             return self._pack_int8(weight, scales)
         return None
 
-    def _pack_bf16(self, weight: Tensor) -> PackedWeight:
+    def _pack_onednn(self, weight: Tensor) -> PackedWeight:
         """oneDNN packs; its bytes serve our kernel too, if they lie as we think they do."""
         N, K = weight.shape
         opaque = torch.ops.mkldnn._reorder_linear_weight(weight, _ROWS_HINT)
         blocks = None if self._library is None else _find_blocks(opaque, weight)
 
         def multiply(x: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
-            if blocks is not None and (is_wide or len(x) <= _FEW_ROWS):
-                x, y = _prepare(x, torch.bfloat16, N, K, is_wide)
-                self._bf16(is_wide, *pointers(y, x, blocks, bias), *_sizes(x, y), self._threads)
-                return y
+            if blocks is not None and (is_wide or len(x) <= self._few_rows):
+                return self._multiply_bf16(x, blocks, N, K, bias, is_wide)
             y = torch.ops.mkldnn._linear_pointwise(x, opaque, bias, *_PLAIN)
             return y.float() if is_wide else y
 
         return PackedWeight(multiply, opaque.to_dense, blocks)
 
+    def _pack_bf16(self, weight: Tensor) -> PackedWeight:
+        N, K = weight.shape
+        blocks = to_blocks(weight)
+
+        def multiply(x: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
+            return self._multiply_bf16(x, blocks, N, K, bias, is_wide)
+
+        return PackedWeight(multiply, lambda: rows_of_blocks(blocks, torch.arange(N)), blocks)
+
+    def _multiply_bf16(
+        self, x: Tensor, blocks: Tensor, N: int, K: int, bias: Tensor | None, is_wide: bool
+    ) -> Tensor:
+        x, y = _prepare(x, torch.bfloat16, N, K, is_wide)
+        self._bf16(is_wide, *pointers(y, x, blocks, bias), *_sizes(x, y), self._threads)
+        return y
+
     def _pack_int8(self, weight: Tensor, scales: Tensor) -> PackedWeight:
         N, K = weight.shape
-        padded = F.pad(weight, (0, 0, 0, -N % BLOCK_ROWS))
-        blocks = padded.view(-1, BLOCK_ROWS, K // 4, 4).transpose(1, 2).contiguous()
-        sums = padded.sum(1, dtype=torch.int32)
+        blocks = to_blocks(weight)
+        sums = F.pad(weight.sum(1, dtype=torch.int32), (0, -N % BLOCK_ROWS))
 
         def multiply(x: Tensor, bias: Tensor | None, is_wide: bool) -> Tensor:
             x, y = _prepare(x, x.dtype, N, K, is_wide)

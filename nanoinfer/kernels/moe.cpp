@@ -38,7 +38,8 @@ template <class T> struct Mixture {
   std::vector<float> weights = std::vector<float>(visits);
   std::vector<int64_t> first = std::vector<int64_t>(X + 1);    // sorted visit of each expert
   std::vector<int64_t> order = std::vector<int64_t>(visits);   // sorted -> visit
-  std::unique_ptr<T[]> rows{new T[visits * E]}, inner{new T[visits * I]};
+  std::unique_ptr<Operand<T>[]> rows{new Operand<T>[visits * E]};
+  std::unique_ptr<Operand<T>[]> inner{new Operand<T>[visits * I]};
 
   // The largest first; of equal ones the lowest.
   void choose(int64_t t, float* p) {
@@ -74,21 +75,22 @@ template <class T> struct Mixture {
     const uint32_t* gate = gate_up + e * 2 * half;
     float* of_up = sums + PANEL * BLOCK;
     in_panels(e, [&](int64_t i, int64_t count) {
-      const Shape shape{count, I, E, int64_t(E * sizeof(T))};
+      const Shape shape{count, I, E, int64_t(E * sizeof(Operand<T>))};
       multiply<T, vf>((const char*)(rows.get() + i * E), shape, gate, n, BLOCK, sums);
       multiply<T, vf>((const char*)(rows.get() + i * E), shape, gate + half, n, BLOCK, of_up);
       for (int64_t m = 0; m < count; m++) {
-        T* out = inner.get() + (i + m) * I + n;
+        Operand<T>* out = inner.get() + (i + m) * I + n;
         T gates[BLOCK];
         for (int64_t c = 0; c < BLOCK; c += W) {  // rounded as the reference rounds
           store(gates + c, load(sums + m * BLOCK + c));
           store(gates + c, silu(load(gates + c)));
         }
-        for (int64_t c = 0; c < std::min(BLOCK, I - n); c++) {
+        for (int64_t c = 0; c < BLOCK; c++) {
           T up;
           narrow(of_up[m * BLOCK + c], &up);
-          narrow(widen(gates[c]) * widen(up), out + c);
+          narrow(widen(gates[c]) * widen(up), gates + c);
         }
+        to_operands(gates, std::min(BLOCK, I - n), out);
       }
     });
   }
@@ -98,7 +100,7 @@ template <class T> struct Mixture {
     std::fill(total, total + num_tokens * BLOCK, 0.f);
     for (int64_t e = 0; e < X; e++)
       in_panels(e, [&](int64_t i, int64_t count) {
-        const Shape shape{count, E, I, int64_t(I * sizeof(T))};
+        const Shape shape{count, E, I, int64_t(I * sizeof(Operand<T>))};
         multiply<T, vf>((const char*)(inner.get() + i * I), shape, down + e * whole, n, BLOCK,
                         sums);
         for (int64_t m = 0; m < count; m++) {
@@ -124,7 +126,7 @@ template <class T> struct Mixture {
 #pragma omp for
       for (int64_t i = 0; i < visits; i++) {
         const T* from = x + order[i] / top_k * x_stride;
-        std::copy(from, from + E, rows.get() + i * E);
+        to_operands(from, E, rows.get() + i * E);
       }
       const std::unique_ptr<float[]> sums(new float[2 * PANEL * BLOCK]);
 #pragma omp for schedule(dynamic)

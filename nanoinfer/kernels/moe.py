@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from nanoinfer.kernels.build import pointers
-from nanoinfer.kernels.linear import BLOCK_ROWS
+from nanoinfer.kernels.linear import to_blocks
 from nanoinfer.kernels.silu_mul import silu_mul_ref
 
 
@@ -119,6 +119,4 @@ def _to_blocks(weight: Tensor) -> Tensor:
             f"experts: got rows of {weight.shape[2]} values, need a multiple of {per_unit}; try "
             'kernels="ref"'
         )
-    padded = F.pad(weight, (0, 0, 0, -weight.shape[1] % BLOCK_ROWS))
-    units = padded.unflatten(2, (-1, per_unit)).unflatten(1, (-1, BLOCK_ROWS))
-    return units.transpose(2, 3).contiguous()
+    return to_blocks(weight)
