@@ -26,17 +26,8 @@ constexpr int64_t CHUNK = 256;            // steps at a time: as much of a block
 constexpr int64_t LINE = 16;              // units in a cache line
 constexpr int64_t PANEL = HAS_PAIRS ? 512 : 256;  // rows of x at a time: as many as the cache holds
 
-// What a row of x consists of when it is multiplied, and how many of these meet a unit of W.
-template <class T>
-using Operand = std::conditional_t<std::is_same_v<T, bf16> && !HAS_PAIRS, float, T>;
+// How many operands of a row of x meet a unit of W, for each that they meet where it is packed.
 template <class T> constexpr int SPLIT = sizeof(Operand<T>) / sizeof(T);
-template <class T> void to_operands(const T* x, int64_t n, Operand<T>* out) {
-  for (int64_t i = 0; i < n; i++)
-    if constexpr (SPLIT<T> == 2)
-      out[i] = widen(x[i]);
-    else
-      out[i] = x[i];
-}
 
 // A tile of R rows has as many vectors as leave registers for the operands.
 constexpr int TILE = BYTES == 32 ? 12 : 24;

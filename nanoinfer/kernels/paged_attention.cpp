@@ -13,8 +13,8 @@
 //     o[row]      = o[row] * decay + sum over keys of p[key][row] * v[key]
 //
 // Everything is multiplied in units of 32 bits (simd.h): for bf16, two dimensions of a head, or two
-// keys of a value, which halves the work where the CPU multiplies pairs. p is rounded to the type of
-// the values, as in FlashAttention; the sum that it is divided by is not.
+// keys of a value, which halves the work where the CPU is good at pairs; there p is rounded to bf16,
+// too, as in FlashAttention, the sum that it is divided by is not. Elsewhere bf16 is widened first.
 //
 // With many rows the lanes of a vector are rows (queries are transposed once, keys never), so that
 // neither scores nor softmax have a horizontal step. With few, as in decoding, bandwidth counts: an
@@ -47,33 +47,52 @@ constexpr int STREAM_ROWS = 4;       // up to here bandwidth counts, not product
 constexpr int AHEAD = 4;             // keys that are prefetched: pages lie anywhere
 constexpr float LOG2E = 1.44269504f;
 
-template <class T> constexpr int P = 4 / sizeof(T);  // values of a unit
+template <class O> constexpr int P = 4 / sizeof(O);  // operands in a unit
 typedef uint32_t unit;
 
 vu broadcast(const void* p) { return vu{} + read<unit>((const char*)p); }
 
-// Products of R queries [row][D] and a key; lanes are dimensions. sums: a vector for each row, apart
-// by W of them.
-template <int R, class T> void stream_products(const T* q, const T* k, int64_t D, vf* sums) {
+// A query as stream_products reads it: as it is; or widened, of each 2 W dimensions the even ones
+// first, which are the lower halves of a vector of units.
+template <class T, class O> void arrange(const T* q, int64_t D, O* out) {
+  if constexpr (std::is_same_v<T, O>) {
+    std::copy(q, q + D, out);
+  } else {
+    for (int64_t d = 0; d < D; d++) out[d / (2 * W) * 2 * W + d % 2 * W + d / 2 % W] = widen(q[d]);
+  }
+}
+
+// Products of R arranged queries [row][D] and a key; lanes are dimensions. sums: a vector for each
+// row, apart by W of them.
+template <int R, class O, class T>
+void stream_products(const O* q, const T* k, int64_t D, vf* sums) {
   vf acc[R] = {};
-  for (int64_t d = 0; d < D; d += W * P<T>) {
+  for (int64_t d = 0; d < D; d += W * 4 / sizeof(T)) {
     const vu x = read<vu>(k + d);
-    for (int r = 0; r < R; r++) acc[r] = multiply_add(T(), acc[r], x, read<vu>(q + r * D + d));
+    for (int r = 0; r < R; r++) {
+      const O* row = q + r * D + d;
+      if constexpr (std::is_same_v<T, O>) {
+        acc[r] = multiply_add(T(), acc[r], x, read<vu>(row));
+      } else {
+        acc[r] += (vf)(x << 16) * load(row);
+        acc[r] += (vf)(x & 0xffff0000u) * load(row + W);
+      }
+    }
   }
   for (int r = 0; r < R; r++) sums[r * W] = acc[r];
 }
 
 // s of C vectors of rows: q is [D / P][ROWS] units. N keys at a time, up to KEYS.
-template <int C, class T>
-void tile_scores(const unit* q, const T* const* k, int n, int64_t D, float factor, float* s) {
+template <int C, class O>
+void tile_scores(const unit* q, const O* const* k, int n, int64_t D, float factor, float* s) {
   constexpr int N = ACCUMULATORS / 2;
   for (int key = 0; key < n; key += N) {
     vf acc[N][C] = {};
-    for (int64_t d = 0; d < D; d += P<T>)
+    for (int64_t d = 0; d < D; d += P<O>)
       for (int i = 0; i < N; i++) {
         const vu x = broadcast(k[key + i] + d);
         for (int c = 0; c < C; c++)
-          acc[i][c] = multiply_add(T(), acc[i][c], read<vu>(q + d / P<T> * ROWS + c * W), x);
+          acc[i][c] = multiply_add(O(), acc[i][c], read<vu>(q + d / P<O> * ROWS + c * W), x);
       }
     for (int i = 0; i < N; i++)
       for (int c = 0; c < C; c++) store(s + (key + i) * ROWS + c * W, acc[i][c] * factor);
@@ -89,7 +108,7 @@ vu to_units(bf16, const vf* p) {  // two values in each lane, to nearest even
 
 // s of one vector of rows becomes p, in units of keys: [key / P][ROWS].
 // m, l: maximum and sum so far; decay: what old sums are worth.
-template <class T> void softmax(float* s, int n, float* m, float* l, float* decay) {
+template <class O> void softmax(float* s, int n, float* m, float* l, float* decay) {
   vf top = load(m);
   for (int key = 0; key < n; key++) {
     const vf x = load(s + key * ROWS);
@@ -97,32 +116,31 @@ template <class T> void softmax(float* s, int n, float* m, float* l, float* deca
   }
   const vf old = exp2(load(m) - top);
   vf total = load(l) * old;
-  for (int key = 0; key < n; key += P<T>) {
-    vf p[P<T>] = {};
-    for (int i = 0; i < P<T> && key + i < n; i++) {
+  for (int key = 0; key < n; key += P<O>) {
+    vf p[P<O>] = {};
+    for (int i = 0; i < P<O> && key + i < n; i++) {
       p[i] = exp2(load(s + (key + i) * ROWS) - top);
       total += p[i];
     }
-    const vu x = to_units(T(), p);
-    std::memcpy(s + key / P<T> * ROWS, &x, sizeof(x));
+    const vu x = to_units(O(), p);
+    std::memcpy(s + key / P<O> * ROWS, &x, sizeof(x));
   }
   store(m, top), store(l, total), store(decay, old);
 }
 
 // The same for one row whose scores lie side by side; so do its p then, as values.
-template <class T> void softmax_of_row(float* s, int n, float* m, float* l, float* decay) {
+template <class O> void softmax_of_row(float* s, int n, float* m, float* l, float* decay) {
   while (n % W != 0) s[n++] = -INFINITY;
   vf top = vf{} + *m;
   for (int key = 0; key < n; key += W) {
     const vf x = load(s + key);
     top = x > top ? x : top;
   }
-  float highest = top[0];
-  for (int i = 1; i < W; i++) highest = std::max(highest, top[i]);
+  const float highest = largest(top);
   vf total = {};
   for (int key = 0; key < n; key += W) {
     const vf p = exp2(load(s + key) - highest);
-    store((T*)s + key, p);
+    store((O*)s + key, p);
     total += p;
   }
   *decay = std::exp2(*m - highest);
@@ -131,39 +149,42 @@ template <class T> void softmax_of_row(float* s, int n, float* m, float* l, floa
 }
 
 // Units of W dimensions of P keys.
-vu pair(const float* const* v, int64_t d) { return read<vu>(v[0] + d); }
-vu pair(const bf16* const* v, int64_t d) {
+template <class O> vu pair(const float* const* v, int64_t d) { return read<vu>(v[0] + d); }
+template <class O> vu pair(const bf16* const* v, int64_t d) {
+  if constexpr (P<O> == 1) return (vu)load(v[0] + d);
   return __builtin_convertvector(read<vh>(v[0] + d), vu) | (vu)load(v[1] + d);
 }
-vu pair(const unit* const* v, int64_t d) { return read<vu>(v[0] + d); }  // made before
+template <class O> vu pair(const unit* const* v, int64_t d) {  // made before
+  return read<vu>(v[0] + d);
+}
 
 // o = o * decay + p v for R rows and C vectors of dimensions, from d on. p: units, `row_step` and
 // `key_step` apart; v: n rows of them, or as many as make units.
-template <class T, int R, int C, class V>
+template <class O, int R, int C, class V>
 void add_values(const unit* p, int64_t row_step, int64_t key_step, const V* const* v, int n,
                 const float* decay, float* o, int64_t d, int64_t width) {
-  constexpr int STEP = sizeof(T) / sizeof(V) == 1 ? P<T> : 1;
+  constexpr int STEP = std::is_same_v<V, unit> ? 1 : P<O>;
   vf acc[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = load(o + r * width + d + c * W) * decay[r];
-  for (int i = 0; i < (n + P<T> - 1) / P<T>; i++)
+  for (int i = 0; i < (n + P<O> - 1) / P<O>; i++)
     for (int c = 0; c < C; c++) {
-      const vu x = pair(v + i * STEP, d + c * W);
+      const vu x = pair<O>(v + i * STEP, d + c * W);
       for (int r = 0; r < R; r++)
-        acc[r][c] = multiply_add(T(), acc[r][c], x, broadcast(p + i * key_step + r * row_step));
+        acc[r][c] = multiply_add(O(), acc[r][c], x, broadcast(p + i * key_step + r * row_step));
     }
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) store(o + r * width + d + c * W, acc[r][c]);
 }
 
-template <class T, int R, class V>
+template <class O, int R, class V>
 void add_all_values(const unit* p, int64_t row_step, int64_t key_step, const V* const* v, int n,
                     const float* decay, float* o, int64_t width) {
   constexpr int C = std::min(8, ACCUMULATORS / R);
   int64_t d = 0;
   for (; d + C * W <= width; d += C * W)
-    add_values<T, R, C>(p, row_step, key_step, v, n, decay, o, d, width);
-  for (; d < width; d += W) add_values<T, R, 1>(p, row_step, key_step, v, n, decay, o, d, width);
+    add_values<O, R, C>(p, row_step, key_step, v, n, decay, o, d, width);
+  for (; d < width; d += W) add_values<O, R, 1>(p, row_step, key_step, v, n, decay, o, d, width);
 }
 
 struct Item {
@@ -179,6 +200,7 @@ struct Scales {
 };
 
 template <class T> struct Attention {
+  using O = Operand<T>;
   T* out;
   const T* q;
   const void *k_cache, *v_cache;
@@ -187,7 +209,7 @@ template <class T> struct Attention {
   int64_t num_tokens, S, M, num_blocks, B, H, KV, D, q_stride;
   float scale;
   int64_t G = H / KV, width = (D + W - 1) / W * W;
-  std::vector<T> zeros = std::vector<T>(KV * D);
+  std::vector<float> zeros = std::vector<float>(KV * D);
 
   int64_t q_len(int64_t i) const { return cu_seqlens_q[i + 1] - cu_seqlens_q[i]; }
   int64_t position(int64_t i, int64_t row) const { return seq_lens[i] - q_len(i) + row / G; }
@@ -242,110 +264,125 @@ template <class T> struct Attention {
     return q + token(it, r) * q_stride + head(it, kv, r) * D;
   }
 
-  bool is_stream(const Item& it) const { return it.rows <= STREAM_ROWS && D % (W * P<T>) == 0; }
+  bool is_stream(const Item& it) const {
+    return it.rows <= STREAM_ROWS && D % (W * 4 / sizeof(T)) == 0;
+  }
 
-  // Few rows of all kv heads: keys are read in the order in which they lie, W at a time, and their
-  // values, which follow, are fetched meanwhile. scratch: [queries | products | s]; results: one
-  // for each head.
+  // Few rows of all kv heads: keys are read in the order in which they lie, and their values, which
+  // follow, are fetched meanwhile. scratch: [queries | products | s | widened]; results: one for
+  // each head.
   template <int R> void attend_stream(const Item& it, float* scratch, float* const* results) const {
-    T* queries = (T*)scratch;  // [KV][R][D]
+    O* queries = (O*)scratch;                    // [KV][R][D]
     vf* products = (vf*)(scratch + KV * R * D);  // [KV][R][W]
-    float *s = (float*)(products + KV * R * W), decay[R];
-    T* widened = (T*)(s + R * KEYS);
+    float *scores = (float*)(products + KV * R * W), decay[R];  // [KV][R][KEYS]
     for (int64_t kv = 0; kv < KV; kv++) {
       begin(it, results[kv]);
-      for (int r = 0; r < R; r++)
-        std::copy(query(it, kv, r), query(it, kv, r) + D, queries + (kv * R + r) * D);
+      for (int r = 0; r < R; r++) arrange(query(it, kv, r), D, queries + (kv * R + r) * D);
     }
-    const int count = scales.k ? W : W + AHEAD;  // what is widened is near
-    const T *k[W + AHEAD] = {}, *v[W + AHEAD];
-    for (int64_t begin = it.key_begin; begin < it.key_end; begin += W) {
-      const int n = std::min<int64_t>(W, it.key_end - begin);
-      find_keys(it, begin, count, 0, KV, k, v, widened);
-      for (int key = 0; key < W; key++)
+    T* widened = (T*)(scores + KV * R * KEYS);
+    const int step = scales.k ? W : KEYS, ahead = scales.k ? 0 : AHEAD;  // what is widened is near
+    const T *k[KEYS + AHEAD] = {}, *v[KEYS + AHEAD];
+    for (int64_t begin = it.key_begin; begin < it.key_end; begin += step) {
+      const int n = std::min<int64_t>(step, it.key_end - begin), padded = (n + W - 1) / W * W;
+      find_keys(it, begin, padded + ahead, 0, KV, k, v, widened);
+      for (int key = 0; key < padded; key++) {
         for (int64_t kv = 0; kv < KV; kv++) {
           for (int64_t d = kv * D; d < (kv + 1) * D; d += 64 / sizeof(T)) {
-            __builtin_prefetch(k[key + AHEAD] + d, 0, 2);
+            __builtin_prefetch(k[key + ahead] + d, 0, 2);
             __builtin_prefetch(v[key] + d, 0, 2);
           }
-          stream_products<R>(queries + kv * R * D, k[key] + kv * D, D, products + kv * R * W + key);
+          stream_products<R>(queries + kv * R * D, k[key] + kv * D, D,
+                             products + kv * R * W + key % W);
         }
+        for (int64_t i = 0; key % W == W - 1 && i < KV * R; i++)
+          store(scores + i * KEYS + key - key % W, sums(products + i * W) * (scale * LOG2E));
+      }
       for (int64_t kv = 0; kv < KV; kv++) {
         float *o = results[kv], *m = o + it.rows * width, *l = m + ROWS;
-        for (int r = 0; r < R; r++)
-          store(s + r * KEYS, sums(products + (kv * R + r) * W) * (scale * LOG2E));
+        float* s = scores + kv * R * KEYS;
         hide_future(it, begin, n, s, KEYS, 1);
-        for (int r = 0; r < R; r++) softmax_of_row<T>(s + r * KEYS, n, m + r, l + r, decay + r);
-        add_all_values<T, R>((const unit*)s, KEYS, 1, v, n, decay, o, width);
-        for (int key = 0; key < W; key++) v[key] += D;  // the next head's
+        for (int r = 0; r < R; r++) softmax_of_row<O>(s + r * KEYS, n, m + r, l + r, decay + r);
+        add_all_values<O, R>((const unit*)s, KEYS, 1, v, n, decay, o, width);
+        for (int key = 0; key < padded; key++) v[key] += D;  // the next head's
       }
     }
   }
 
-  // Many rows of one kv head. scratch: [queries | v in units | s | decay].
+  // Many rows of one kv head. scratch: [queries | v in units | s | decay | widened].
   void attend_tile(const Item& it, int64_t kv, float* scratch, float* result) const {
     unit *queries = (unit*)scratch, *wide_v = queries + ROWS * width;
     float *s = (float*)(wide_v + KEYS * width), *decay = s + KEYS * ROWS;
-    T* widened = (T*)(decay + ROWS);
+    O* widened = (O*)(decay + ROWS);
     float *o = result, *m = o + it.rows * width, *l = m + ROWS;
     const int rows = it.rows, lanes = (rows + W - 1) / W * W;
     begin(it, result);
     for (int r = 0; r < rows; r++)
-      for (int64_t d = 0; d < D; d += P<T>)
-        queries[d / P<T> * ROWS + r] = read<unit>(query(it, kv, r) + d);
-    const T *k[KEYS], *v[KEYS];
+      for (int64_t d = 0; d < D; d += P<O>) queries[d / P<O> * ROWS + r] = to_unit(query(it, kv, r) + d);
+    const O *k[KEYS], *v[KEYS];
     const unit* units_of_v[KEYS];
     for (int key = 0; key < KEYS; key++) units_of_v[key] = wide_v + key * width;
     for (int64_t begin = it.key_begin; begin < it.key_end; begin += KEYS) {
       const int n = std::min<int64_t>(KEYS, it.key_end - begin);
       find_keys(it, begin, KEYS, kv, 1, k, v, widened);
-      for (int key = 0; key < n; key += P<T>) make_units(v + key, wide_v + key / P<T> * width);
+      for (int key = 0; key < n; key += P<O>) make_units(v + key, wide_v + key / P<O> * width);
       int r = 0;
       for (; r + W < lanes; r += 2 * W)
         tile_scores<2>(queries + r, k, n, D, scale * LOG2E, s + r);
       if (r < lanes) tile_scores<1>(queries + r, k, n, D, scale * LOG2E, s + r);
       hide_future(it, begin, n, s, 1, ROWS);
-      for (r = 0; r < lanes; r += W) softmax<T>(s + r, n, m + r, l + r, decay + r);
+      for (r = 0; r < lanes; r += W) softmax<O>(s + r, n, m + r, l + r, decay + r);
       in_groups(rows, [&](auto group, int r) {
-        add_all_values<T, group>((const unit*)s + r, 1, ROWS, units_of_v, n, decay + r,
+        add_all_values<O, group>((const unit*)s + r, 1, ROWS, units_of_v, n, decay + r,
                                  o + r * width, width);
       });
     }
   }
 
-  void make_units(const T* const* v, unit* out) const {
+  static unit to_unit(const T* x) {
+    if constexpr (std::is_same_v<T, O>) return read<unit>(x);
+    return unit(*x) << 16;
+  }
+
+  void make_units(const O* const* v, unit* out) const {
     for (int64_t d = 0; d < D; d++)
-      if constexpr (P<T> == 2)
+      if constexpr (P<O> == 2)
         out[d] = v[0][d] | unit(v[1][d]) << 16;
       else
         std::memcpy(out + d, v[0] + d, 4);
   }
 
   // `heads` kv heads, from `kv` on, of each of `count` keys from `begin` on. Behind the end: any k,
-  // no v. Of a cache in 8 bits, copies in `widened` [count][2][heads * D].
-  void find_keys(const Item& it, int64_t begin, int count, int64_t kv, int64_t heads, const T** k,
-                 const T** v, T* widened) const {
+  // no v. Of a cache of another type, copies in `widened` [count][2][heads * D].
+  template <class K>
+  void find_keys(const Item& it, int64_t begin, int count, int64_t kv, int64_t heads, const K** k,
+                 const K** v, K* widened) const {
     const int32_t* block = block_tables + it.sequence * M + begin / B;
     int64_t slot = begin % B;
     for (int key = 0; key < count; key++) {
       if (begin + key >= it.key_end) {
-        k[key] = k[key - 1], v[key] = zeros.data();  // 0 times it is no NaN
+        k[key] = k[key - 1], v[key] = (const K*)zeros.data();  // 0 times it is no NaN
         continue;
       }
       const int64_t head = (*block * B + slot) * KV + kv;
       if (++slot == B) slot = 0, block++;
-      if (scales.k) {
+      if (scales.k || !std::is_same_v<T, K>) {
         k[key] = widened, v[key] = widened + heads * D;
         for (int64_t i = head; i < head + heads; i++, widened += D) widen(i, widened, heads * D);
         widened += heads * D;
       } else {
-        k[key] = (const T*)k_cache + head * D, v[key] = (const T*)v_cache + head * D;
+        k[key] = (const K*)k_cache + head * D, v[key] = (const K*)v_cache + head * D;
       }
     }
   }
 
   // Key and value of a head of a token, `apart` from each other.
-  void widen(int64_t head, T* out, int64_t apart) const {
+  template <class K> void widen(int64_t head, K* out, int64_t apart) const {
+    if constexpr (!std::is_same_v<T, K>)
+      if (!scales.k) {
+        to_operands((const T*)k_cache + head * D, D, out);
+        to_operands((const T*)v_cache + head * D, D, out + apart);
+        return;
+      }
     const auto both = [&](auto* k, auto* v) {
       widen_head(k + head * D, scales.k[head], D, out);
       widen_head(v + head * D, scales.v[head], D, out + apart);
@@ -404,8 +441,8 @@ template <class T> struct Attention {
 #pragma omp parallel num_threads(threads) if (count > 1)
     {
       const int64_t work_floats = std::max((ROWS + KEYS) * width + KEYS * ROWS + ROWS,
-                                           KV * STREAM_ROWS * (D + W * W) + STREAM_ROWS * KEYS);
-      const int64_t widened_floats = scales.k ? 2 * std::max(KEYS * D, KV * W * D) : 0;
+                                           KV * STREAM_ROWS * (D + W * W + KEYS));
+      const int64_t widened_floats = 2 * D * std::max<int64_t>(KEYS, scales.k ? KV * W : 0);
       const int64_t scratch_floats = work_floats + widened_floats;
       const int64_t own_floats = std::max(result_floats(ROWS), KV * result_floats(STREAM_ROWS));
       const Floats scratch = allocate(scratch_floats + own_floats);

@@ -55,6 +55,10 @@ constexpr bool HAS_PAIRS = true;
 constexpr bool HAS_PAIRS = false;
 #endif
 
+// What values of T are when they are multiplied.
+template <class T>
+using Operand = std::conditional_t<std::is_same_v<T, bf16> && !HAS_PAIRS, float, T>;
+
 // A unit is 32 bits of values: one float, or two bf16. acc += the products of their values.
 vf multiply_add(float, vf acc, vu a, vu b) { return acc + (vf)a * (vf)b; }
 vf multiply_add(bf16, vf acc, vu a, vu b) {
@@ -69,6 +73,13 @@ float widen(float x) { return x; }
 float widen(bf16 x) {
   const uint32_t bits = uint32_t(x) << 16;
   return read<float>(&bits);
+}
+template <class T> void to_operands(const T* x, int64_t n, Operand<T>* out) {
+  for (int64_t i = 0; i < n; i++)
+    if constexpr (std::is_same_v<T, Operand<T>>)
+      out[i] = x[i];
+    else
+      out[i] = widen(x[i]);
 }
 void narrow(float x, float* p) { *p = x; }
 void narrow(float x, bf16* p) {  // to nearest even; NaN stays NaN
@@ -85,6 +96,16 @@ template <int N = W, class V> float sum(V x) {  // the halves are added until on
     typename Half<N>::type halves[2];
     std::memcpy(halves, &x, sizeof(x));
     return sum<N / 2>(halves[0] + halves[1]);
+  }
+}
+
+template <int N = W, class V> float largest(V x) {  // the same; of no NaN
+  if constexpr (N == 1) {
+    return x[0];
+  } else {
+    typename Half<N>::type halves[2];
+    std::memcpy(halves, &x, sizeof(x));
+    return largest<N / 2>(halves[0] > halves[1] ? halves[0] : halves[1]);
   }
 }
 
