@@ -20,23 +20,25 @@
 
 namespace {
 
-constexpr int64_t BLOCK = 64;             // rows of W
-constexpr int64_t HALF = BLOCK / 2;       // what threads share out
-constexpr int64_t CHUNK = 256;            // steps at a time: as much of a block as the cache holds
-constexpr int64_t LINE = 16;              // units in a cache line
+constexpr int64_t BLOCK = 64;        // rows of W
+constexpr int64_t HALF = BLOCK / 2;  // what threads share out
+constexpr int64_t CHUNK = 256;       // steps at a time: as much of a block as the cache holds
+constexpr int64_t LINE = 16;         // units in a cache line
+constexpr int64_t LINES = BLOCK / LINE;           // of a step
 constexpr int64_t PANEL = HAS_PAIRS ? 512 : 256;  // rows of x at a time: as many as the cache holds
 
-// How many operands of a row of x meet a unit of W, for each that they meet where it is packed.
+// Operands of a row of x for each value of T in the place of one: 2 where a unit is split.
 template <class T> constexpr int SPLIT = sizeof(Operand<T>) / sizeof(T);
 
-// A tile of R rows has as many vectors as leave registers for the operands.
-constexpr int TILE = BYTES == 32 ? 12 : 24;
-constexpr int ALONE = TILE / 6;
-template <class T> constexpr int R_MAX = TILE / (BYTES == 64 && SPLIT<T> == 1 ? 4 : BYTES == 16 ? 4 : 2);
-constexpr int vectors(int rows) {
-  int c = 2;
-  while (2 * c * W <= BLOCK && 2 * c * rows <= TILE) c *= 2;
-  return c;
+// Vectors of sums of a tile, which leave registers for the operands; its rows at most; and how many
+// vectors it is wide then, and when it has fewer.
+constexpr int SUMS = BYTES == 32 ? 12 : 24;
+constexpr bool IS_NARROW = BYTES == 32;
+template <class T> constexpr int R_MAX = SUMS / (IS_NARROW || (BYTES == 64 && SPLIT<T> == 2) ? 2 : 4);
+constexpr int width(int rows) {
+  int vectors = 2;
+  while (2 * vectors * W <= BLOCK && 2 * vectors * rows <= SUMS) vectors *= 2;
+  return vectors;
 }
 
 // Four int8 of W, four uint8 of x.
@@ -79,31 +81,44 @@ void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums,
 
 struct Shape { int64_t M, N, K, stride; };  // stride: between rows of x, in bytes
 
+// As few tiles as hold M rows; but two, where a single one would keep the cores busy for longer than
+// memory takes, so that the second can fetch.
+template <class T> int64_t num_tiles(int64_t M) {
+  const bool has_second = SPLIT<T> == 2 && M > SUMS / 6;
+  return std::max((M + R_MAX<T> - 1) / R_MAX<T>, int64_t(has_second ? 2 : 1));
+}
+
+// Lines of a step that each of the passes behind the first tile fetches.
+template <class T> int64_t lines_of(int64_t passes) {
+  if (passes == 1) return SPLIT<T> == 2 ? LINES : 0;  // of pairs, the hardware does as well
+  return passes < LINES ? LINES / 2 : 1;
+}
+
 // sums [M][BLOCK] of `columns` rows of W, which is of T, from row n on.
 template <class T, class V, class S>
 void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t n, int64_t columns,
               S* sums) {
-  constexpr int R = R_MAX<T>;
-  const int64_t steps = s.K * sizeof(T) / 4;
-  const int64_t tiles = SPLIT<T> == 2 && s.M > ALONE && s.M <= R ? 2 : (s.M + R - 1) / R;
+  const int64_t steps = s.K * sizeof(T) / 4, tiles = num_tiles<T>(s.M);
   const uint32_t* w = blocks + n / BLOCK * steps * BLOCK + n % BLOCK;
   std::fill(sums, sums + s.M * BLOCK, S(0));
   for (int64_t k = 0; k < steps; k += CHUNK) {
     const int64_t count = std::min(CHUNK, steps - k);
-    int64_t line = 0;  // of 4, in each step of the next chunk
+    const uint32_t* next = w + (k + count) * BLOCK;
+    int64_t fetched = 0;  // lines of a step of the next chunk
     for (int64_t t = 0; t < tiles; t++) {  // of nearly equal height
       const int64_t m = t * s.M / tiles, rows = (t + 1) * s.M / tiles - m;
-      with_constant<R>(rows, [&](auto height) {
-        constexpr int C = vectors(height);
+      with_constant<R_MAX<T>>(rows, [&](auto height) {
+        constexpr int C = width(height);
+        // The first tile brings the chunk from memory, which would then rest until the next one.
+        const int64_t passes = (tiles - 1) * ((columns + C * W - 1) / (C * W));
         for (int64_t c = 0; c < columns; c += C * W) {
-          // The first tile brings the chunk from memory, which would then rest until the next one.
-          const int64_t passes = (tiles - 1) * ((columns + C * W - 1) / (C * W));
-          const int64_t lines = t == 0 || line >= 4 ? 0 : passes == 1 ? (SPLIT<T> == 2 ? 4 : 0) : passes < 4 ? 2 : 1;
+          const int64_t lines = t == 0 || fetched >= LINES ? 0 : lines_of<T>(passes);
           const bool is_whole = columns - c >= C * W;
-          const auto run = is_whole ? tile<height, C, T, V, S> : tile<height, std::min<int>(C, HALF / W), T, V, S>;
+          const auto run = is_whole ? tile<height, C, T, V, S>
+                                    : tile<height, std::min<int>(C, HALF / W), T, V, S>;
           run(x + m * s.stride + 4 * SPLIT<T> * k, s.stride, w + k * BLOCK + c, count,
-              sums + m * BLOCK + c, w + (k + count) * BLOCK + line * count * LINE, lines);
-          line += lines;
+              sums + m * BLOCK + c, next + fetched * count * LINE, lines);
+          fetched += lines;
         }
       });
     }

@@ -84,8 +84,10 @@ extern "C" void nanoinfer_linear_bf16(int is_fp32_out, void* out, const bf16* x,
         {M, N, K, stride * int64_t(sizeof(Operand<bf16>))}, blocks, threads, panel,
         [&](int64_t m, int64_t n, int64_t count, const float* sums) {
           auto* row = y + m * y_stride + n;
-          for (int64_t i = 0; i < count; i++)
-            narrow(sums[i] + (bias ? widen(bias[n + i]) : 0), row + i);
+          int64_t i = 0;
+          for (; i + W <= count; i += W)
+            narrow(load(sums + i) + (bias ? load(bias + n + i) : vf{}), row + i);
+          for (; i < count; i++) narrow(sums[i] + (bias ? widen(bias[n + i]) : 0), row + i);
         });
   };
   is_fp32_out ? run((float*)out) : run((bf16*)out);

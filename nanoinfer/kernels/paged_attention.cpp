@@ -316,15 +316,19 @@ template <class T> struct Attention {
     float *o = result, *m = o + it.rows * width, *l = m + ROWS;
     const int rows = it.rows, lanes = (rows + W - 1) / W * W;
     begin(it, result);
-    for (int r = 0; r < rows; r++)
-      for (int64_t d = 0; d < D; d += P<O>) queries[d / P<O> * ROWS + r] = to_unit(query(it, kv, r) + d);
+    for (int r = 0; r < rows; r++) {
+      const T* x = query(it, kv, r);
+      for (int64_t d = 0; d < D; d += P<O>) queries[d / P<O> * ROWS + r] = to_unit(x + d);
+    }
     const O *k[KEYS], *v[KEYS];
     const unit* units_of_v[KEYS];
     for (int key = 0; key < KEYS; key++) units_of_v[key] = wide_v + key * width;
     for (int64_t begin = it.key_begin; begin < it.key_end; begin += KEYS) {
       const int n = std::min<int64_t>(KEYS, it.key_end - begin);
       find_keys(it, begin, KEYS, kv, 1, k, v, widened);
-      for (int key = 0; key < n; key += P<O>) make_units(v + key, wide_v + key / P<O> * width);
+      const bool are_units = P<O> == 1 && width == D;
+      for (int key = 0; key < n && !are_units; key += P<O>)
+        make_units(v + key, wide_v + key / P<O> * width);
       int r = 0;
       for (; r + W < lanes; r += 2 * W)
         tile_scores<2>(queries + r, k, n, D, scale * LOG2E, s + r);
@@ -332,7 +336,8 @@ template <class T> struct Attention {
       hide_future(it, begin, n, s, 1, ROWS);
       for (r = 0; r < lanes; r += W) softmax<O>(s + r, n, m + r, l + r, decay + r);
       in_groups(rows, [&](auto group, int r) {
-        add_all_values<O, group>((const unit*)s + r, 1, ROWS, units_of_v, n, decay + r,
+        add_all_values<O, group>((const unit*)s + r, 1, ROWS,
+                                 are_units ? (const unit* const*)v : units_of_v, n, decay + r,
                                  o + r * width, width);
       });
     }
@@ -450,22 +455,23 @@ template <class T> struct Attention {
       std::fill(scratch.get(), scratch.get() + work_floats, 0.f);
       std::vector<float*> targets(KV);
 #pragma omp for schedule(dynamic)
-      for (int64_t i = 0; i < count; i++) {
-        const Item& it = items[i / KV];
-        if (is_stream(it) && i % KV > 0) continue;  // done with the first head
-        const int64_t last = is_stream(it) ? KV : i % KV + 1;
-        for (int64_t kv = i % KV; kv < last; kv++)
+      for (int64_t i = 0; i < count; i++) {  // head after head: its keys stay in the cache
+        const Item& it = items[i % items.size()];
+        const int64_t first = i / items.size();
+        if (is_stream(it) && first > 0) continue;  // done with the first head
+        const int64_t last = is_stream(it) ? KV : first + 1;
+        for (int64_t kv = first; kv < last; kv++)
           targets[kv] = it.parts > 1 ? result_of(it, kv, it.part)
                                      : scratch.get() + scratch_floats +
-                                           (kv - i % KV) * result_floats(it.rows);
+                                           (kv - first) * result_floats(it.rows);
         if (is_stream(it))
           with_constant<STREAM_ROWS>(it.rows, [&](auto rows) {
             attend_stream<rows>(it, scratch.get(), targets.data());
           });
         else
-          attend_tile(it, i % KV, scratch.get(), targets[i % KV]);
+          attend_tile(it, first, scratch.get(), targets[first]);
         if (it.parts == 1)
-          for (int64_t kv = i % KV; kv < last; kv++) finish(it, kv, targets[kv], scratch.get());
+          for (int64_t kv = first; kv < last; kv++) finish(it, kv, targets[kv], scratch.get());
       }
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < count; i++)

@@ -87,6 +87,13 @@ void narrow(float x, bf16* p) {  // to nearest even; NaN stays NaN
   *p = x == x ? (bits + 0x7fff + ((bits >> 16) & 1)) >> 16 : 0x7fc0;
 }
 
+void narrow(vf x, float* p) { store(p, x); }
+void narrow(vf x, bf16* p) {
+  const vu bits = ((vu)x + 0x7fff + (((vu)x >> 16) & 1)) >> 16;
+  const vh halves = __builtin_convertvector(x == x ? bits : vu{} + 0x7fc0, vh);
+  std::memcpy(p, &halves, sizeof(halves));
+}
+
 template <int N> struct Half { typedef float type __attribute__((vector_size(2 * N))); };
 
 template <int N = W, class V> float sum(V x) {  // the halves are added until one lane is left
