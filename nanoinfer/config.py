@@ -34,7 +34,7 @@ class EngineConfig:
     tokenizer: str | Path | None = None
     """Folder or hub id of the tokenizer; None: the model's."""
     dtype: str | torch.dtype = "auto"
-    """auto: the checkpoint's, but float32 on a CPU without bf16 instructions."""
+    """auto: the checkpoint's, but float32 on a CPU with neither compiler nor bf16 instructions."""
     quantization: str | None = None
     """int8: convert the weights of all linear layers when they are loaded. None: as they are."""
     device: str = "auto"

@@ -44,8 +44,8 @@ class ModelRunner:
         self._device = config.torch_device
         if self._device.type == "cuda" and not torch.cuda.is_available():
             raise ValueError(f"device: got {config.device!r}, need cpu: this torch sees no GPU")
-        dtype = choose_dtype(config.dtype_name, model_config.dtype, self._device)
         kernels = select_kernels(self._device, config.kernels, config.use_compile)
+        dtype = choose_dtype(config.dtype_name, model_config.dtype, self._device, kernels.name)
         self.kernels = choose_attention(config, kernels, dtype, model_config.head_dim)
         longest = config.max_model_len or model_config.max_model_len
         if longest > model_config.max_model_len:
@@ -119,13 +119,13 @@ class ModelRunner:
         return [spec.allocate(1 + sizes.num_units(spec.unit), *layout) for spec in self._specs]
 
 
-def choose_dtype(wanted: str, checkpoint: torch.dtype, device: torch.device) -> torch.dtype:
-    """The engine's dtype: as asked, or the checkpoint's as far as the device is good at it."""
+def choose_dtype(
+    wanted: str, checkpoint: torch.dtype, device: torch.device, kernels: str
+) -> torch.dtype:
+    """The engine's dtype: as asked, or the checkpoint's as far as device and kernels suit it."""
     if DTYPES.get(wanted) == torch.float16 and device.type == "cpu":
         raise ValueError("dtype: got float16 on a CPU, need float32 or bfloat16")
-    if wanted != "auto":
-        return DTYPES[wanted]
-    if device.type == "cuda" or checkpoint == torch.float32:
-        return checkpoint
-    has_bf16 = bool(cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"})
+    if wanted != "auto" or device.type == "cuda" or checkpoint == torch.float32:
+        return DTYPES.get(wanted, checkpoint)
+    has_bf16 = kernels == "cpu" or cpu_features() & {"avx512_bf16", "amx_bf16", "bf16"}
     return torch.bfloat16 if has_bf16 else torch.float32

@@ -545,6 +545,10 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 @pytest.mark.parametrize(
     ("device", "features", "wanted", "checkpoint", "expected"),
     [
+        ("built", {"avx2"}, "auto", BF16, BF16),  # our kernels read it, whatever the CPU has
+        ("built", {"avx2"}, "auto", F16, BF16),
+        ("built", {"avx2"}, "auto", F32, F32),
+        ("built", {"avx2"}, "float32", BF16, F32),
         ("cpu", {"avx2", "avx512f"}, "auto", BF16, F32),
         ("cpu", {"avx2", "avx512f"}, "auto", F16, F32),
         ("cpu", {"avx2", "avx512f"}, "auto", F32, F32),
@@ -565,7 +569,9 @@ F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 )
 def test_dtype_is_chosen(monkeypatch, device, features, wanted, checkpoint, expected):
     monkeypatch.setattr(model_runner, "cpu_features", lambda: frozenset(features))
-    assert choose_dtype(wanted, checkpoint, torch.device(device)) == expected
+    kernels = {"built": "cpu", "cpu": "ref", "cuda": "triton"}[device]
+    device = torch.device("cuda" if device == "cuda" else "cpu")
+    assert choose_dtype(wanted, checkpoint, device, kernels) == expected
 
 
 @pytest.mark.parametrize("features", [set(), {"avx512_bf16", "avx512_fp16", "amx_fp16", "bf16"}])
@@ -574,9 +580,10 @@ def test_a_cpu_never_gets_float16(monkeypatch, tiny_qwen3, features):
     cpu = torch.device("cpu")
     for wanted in ("auto", "float32", "bfloat16"):
         for checkpoint in (F32, BF16, F16):
-            assert choose_dtype(wanted, checkpoint, cpu) in (F32, BF16)
+            for kernels in ("ref", "cpu"):
+                assert choose_dtype(wanted, checkpoint, cpu, kernels) in (F32, BF16)
     with pytest.raises(ValueError, match="dtype: got float16 on a CPU, need float32 or bfloat16"):
-        choose_dtype("float16", F16, cpu)
+        choose_dtype("float16", F16, cpu, "cpu")
     with pytest.raises(ValueError, match="dtype: got float16 on a CPU"):
         LLM(tiny_qwen3, dtype="float16", device="cpu")
 

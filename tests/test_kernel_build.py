@@ -7,6 +7,7 @@ import sys
 
 import pytest
 import torch
+from conftest import MULTIPLYING, kernel_library
 
 from nanoinfer.kernels import build
 
@@ -159,6 +160,30 @@ def test_code_is_for_this_cpu_or_the_one_that_was_named(home):
         load(home)
     with pytest.raises(build.KernelBuildError, match=r"got ((?!native).)*$"):
         build.load_library(home / "src", machine_flags=("-DCPU=7",))
+
+
+@pytest.mark.parametrize(
+    ("vendor", "features", "are_slow"),
+    [
+        ("GenuineIntel", "avx2 avx512f avx512_bf16", True),
+        ("GenuineIntel", "avx2 avx512f", False),  # none at all
+        ("AuthenticAMD", "avx2 avx512f avx512_bf16", False),
+        ("", "", False),
+    ],
+)
+def test_pairs_are_avoided_where_they_are_slow(monkeypatch, vendor, features, are_slow):
+    cpuinfo = {"vendor_id": vendor, "flags": features}
+    monkeypatch.setattr(build, "_cpuinfo", lambda key: cpuinfo.get(key, ""))
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    assert build.has_slow_pairs() == are_slow
+    assert build.native_flags() == ("-march=native", "-DHAS_SLOW_PAIRS")[: 1 + are_slow]
+
+
+@pytest.mark.parametrize("machine", ["native", *MULTIPLYING])
+def test_a_library_tells_whether_it_multiplies_pairs(machine):
+    library = kernel_library(machine)
+    is_native = "avx512_bf16" in build.cpu_features() and not build.has_slow_pairs()
+    assert library.nanoinfer_has_pairs() == (is_native if machine == "native" else machine == "pairs")
 
 
 def test_cpu_features_are_names():

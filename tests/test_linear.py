@@ -8,11 +8,14 @@ import functools
 import itertools
 import math
 import os
+import platform
 import re
 import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -1042,6 +1045,29 @@ def test_without_onednn_our_own_kernel_packs(monkeypatch):
     assert packed is not None
     x = random(9, 64, dtype=BF16)
     assert torch.equal(packed.multiply(x, None, False), reference(x, values, scales, None))
+
+
+@pytest.mark.parametrize(
+    ("has_pairs", "has_amx", "machine", "is_supported", "expected"),
+    [
+        (True, False, "x86_64", True, True),
+        (False, True, "x86_64", True, True),
+        (False, False, "x86_64", True, False),  # no instructions, or slow ones
+        (False, False, "aarch64", True, True),
+        (True, True, "x86_64", False, False),  # torch was built without
+    ],
+)
+def test_onednn_multiplies_many_rows_where_it_is_fast(
+    monkeypatch, has_pairs, has_amx, machine, is_supported, expected
+):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: is_supported)
+    monkeypatch.setattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", lambda: is_supported)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
+    monkeypatch.setattr(platform, "machine", lambda: machine)
+    names = ("linear_bf16", "linear_int8", "has_pairs")
+    library = SimpleNamespace(**{f"nanoinfer_{name}": Mock(return_value=has_pairs) for name in names})
+    assert LinearCpu(library, 1).uses_onednn == expected
+    assert LinearCpu(None, 1).uses_onednn == is_supported
 
 
 COUNTS = (1, 16, 64, 512)  # rows of x
