@@ -183,7 +183,9 @@ def test_pairs_are_avoided_where_they_are_slow(monkeypatch, vendor, features, ar
 def test_a_library_tells_whether_it_multiplies_pairs(machine):
     library = kernel_library(machine)
     is_native = "avx512_bf16" in build.cpu_features() and not build.has_slow_pairs()
-    assert library.nanoinfer_has_pairs() == (is_native if machine == "native" else machine == "pairs")
+    assert library.nanoinfer_has_pairs() == (
+        is_native if machine == "native" else machine == "pairs"
+    )
 
 
 def test_cpu_features_are_names():

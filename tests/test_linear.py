@@ -1065,7 +1065,9 @@ def test_onednn_multiplies_many_rows_where_it_is_fast(
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: has_amx)
     monkeypatch.setattr(platform, "machine", lambda: machine)
     names = ("linear_bf16", "linear_int8", "has_pairs")
-    library = SimpleNamespace(**{f"nanoinfer_{name}": Mock(return_value=has_pairs) for name in names})
+    library = SimpleNamespace(
+        **{f"nanoinfer_{name}": Mock(return_value=has_pairs) for name in names}
+    )
     assert LinearCpu(library, 1).uses_onednn == expected
     assert LinearCpu(None, 1).uses_onednn == is_supported
 

@@ -81,24 +81,11 @@ void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums,
 
 struct Shape { int64_t M, N, K, stride; };  // stride: between rows of x, in bytes
 
-// As few tiles as hold M rows; but two, where a single one would keep the cores busy for longer than
-// memory takes, so that the second can fetch.
-template <class T> int64_t num_tiles(int64_t M) {
-  const bool has_second = SPLIT<T> == 2 && M > SUMS / 6;
-  return std::max((M + R_MAX<T> - 1) / R_MAX<T>, int64_t(has_second ? 2 : 1));
-}
-
-// Lines of a step that each of the passes behind the first tile fetches.
-template <class T> int64_t lines_of(int64_t passes) {
-  if (passes == 1) return SPLIT<T> == 2 ? LINES : 0;  // of pairs, the hardware does as well
-  return passes < LINES ? LINES / 2 : 1;
-}
-
 // sums [M][BLOCK] of `columns` rows of W, which is of T, from row n on.
 template <class T, class V, class S>
 void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t n, int64_t columns,
               S* sums) {
-  const int64_t steps = s.K * sizeof(T) / 4, tiles = num_tiles<T>(s.M);
+  const int64_t steps = s.K * sizeof(T) / 4, tiles = (s.M + R_MAX<T> - 1) / R_MAX<T>;
   const uint32_t* w = blocks + n / BLOCK * steps * BLOCK + n % BLOCK;
   std::fill(sums, sums + s.M * BLOCK, S(0));
   for (int64_t k = 0; k < steps; k += CHUNK) {
@@ -109,10 +96,9 @@ void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t n, 
       const int64_t m = t * s.M / tiles, rows = (t + 1) * s.M / tiles - m;
       with_constant<R_MAX<T>>(rows, [&](auto height) {
         constexpr int C = width(height);
-        // The first tile brings the chunk from memory, which would then rest until the next one.
-        const int64_t passes = (tiles - 1) * ((columns + C * W - 1) / (C * W));
+        const int64_t passes = tiles * ((columns + C * W - 1) / (C * W));
         for (int64_t c = 0; c < columns; c += C * W) {
-          const int64_t lines = t == 0 || fetched >= LINES ? 0 : lines_of<T>(passes);
+          const int64_t lines = std::min((LINES + passes - 1) / passes, LINES - fetched);
           const bool is_whole = columns - c >= C * W;
           const auto run = is_whole ? tile<height, C, T, V, S>
                                     : tile<height, std::min<int>(C, HALF / W), T, V, S>;
