@@ -45,7 +45,8 @@ def main() -> None:
     lens_in, lens_out = args.input_len or default_lens[0], args.output_len or default_lens[1]
     with LLM(**choices, skip_tokenizer_init=True) as llm:
         model = llm.engine.model_config
-        dtype = choose_dtype(llm.engine.config.dtype_name, model.dtype, device)
+        name, kernels = llm.engine.config.dtype_name, llm.engine.kernels
+        dtype = choose_dtype(name, model.dtype, device, kernels)
         rng = random.Random(args.seed)
         ids, draw = range(model.vocab_size), rng.randint
         warm_up = [rng.choices(ids, k=draw(*lens_in)) for _ in range(min(num_seqs, 4))]

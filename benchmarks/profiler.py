@@ -240,7 +240,8 @@ def step_tables(args: argparse.Namespace, choices: dict) -> dict:
     found = {}
     with LLM(**choices, skip_tokenizer_init=bool(args.shape)) as llm:
         engine, device = llm.engine, llm.engine.config.torch_device
-        dtype = choose_dtype(engine.config.dtype_name, engine.model_config.dtype, device)
+        names = engine.config.dtype_name, engine.model_config.dtype
+        dtype = choose_dtype(*names, device, engine.kernels)
         for name, run in works.items():
             recorder = Recorder(_clock(device))
             with recording(engine, recorder):

@@ -85,7 +85,7 @@ def measure_decoding(shape: str, device: torch.device, batches: list[int]) -> li
         waiting = {num_seqs: time_decoding(llm, num_seqs) for num_seqs in batches}
     with LLM(folder, skip_tokenizer_init=True, async_scheduling=True, **options) as llm:
         model = llm.engine.model_config
-        dtype = choose_dtype("auto", model.dtype, device)
+        dtype = choose_dtype("auto", model.dtype, device, llm.engine.kernels)
         for num_seqs in batches:
             seconds = time_decoding(llm, num_seqs)
             gap = 1e3 * (waiting[num_seqs] - seconds)

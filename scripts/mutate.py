@@ -519,7 +519,7 @@ MUTATIONS = [
         "tests/test_kernel_build.py::test_pairs_are_avoided_where_they_are_slow",
     ),
     Mutation(
-        "kernels/paged_attention.cpp",
+        "kernels/attention_tiles.h",
         "acc[r] += (vf)(x & 0xffff0000u) * load(row + W);",
         "acc[r] += (vf)(x & 0xffff0000u) * load(row);",
         "tests/test_paged_attention.py::test_long_decode",
@@ -795,13 +795,13 @@ MUTATIONS = [
         "tests/test_greedy.py::test_prompts_alone_equal_transformers",
     ),
     Mutation(
-        "kernels/paged_attention.cpp",
+        "kernels/attention_tiles.h",
         "const vf old = exp2(load(m) - top);",
         "const vf old = exp2(top - top);",
         "tests/test_paged_attention.py::test_big_chunk",
     ),
     Mutation(
-        "kernels/paged_attention.cpp",
+        "kernels/attention_tiles.h",
         "*decay = std::exp2(*m - highest);",
         "*decay = 1;",
         "tests/test_quantized_kv.py::test_attention_twin",  # plain caches need one step an item
@@ -891,7 +891,7 @@ MUTATIONS = [
         "tests/test_cpu_graphs.py::test_an_operator_that_computes_cannot_be_recorded",
     ),
     Mutation(
-        "kernels/paged_attention.cpp",
+        "kernels/attention_tiles.h",
         "x[i] = (vu)p[i] + 0x7fff + (((vu)p[i] >> 16) & 1);",
         "x[i] = (vu)p[0] + 0x7fff;",
         "tests/test_paged_attention.py::test_bf16_error_is_at_most_twice_the_reference_error",

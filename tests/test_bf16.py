@@ -24,6 +24,9 @@ KERNELS = {
     "compiled": {"kernels": "ref", "compile": True},
 }
 TINY = ("tiny-qwen3", "tiny-qwen2", "tiny-llama", "tiny-qwen3-moe", "tiny-qwen3_5")
+# A near tie in a router sends a token to another expert: a few large distances make up the mean,
+# which at 2,000 positions is 0.7 to 1.2 times transformers', from one draw of them to the next.
+MORE_POSITIONS = {"tiny-qwen3-moe": 20_000}
 TINY_LEN = 200  # tokens of a sequence: within the tiny models' max_position
 
 
@@ -76,7 +79,8 @@ def check(folder: Path, sequences: list[list[int]], kernels: str) -> None:
 @pytest.mark.parametrize("name", TINY)
 def test_bf16_of_tiny_models_is_as_close_to_fp32_as_transformers_is(tiny, name, kernels):
     generator = torch.Generator().manual_seed(0)
-    sequences = torch.randint(0, 256, (NUM_POSITIONS // TINY_LEN, TINY_LEN), generator=generator)
+    num_sequences = MORE_POSITIONS.get(name, NUM_POSITIONS) // TINY_LEN
+    sequences = torch.randint(0, 256, (num_sequences, TINY_LEN), generator=generator)
     check(tiny(name), sequences.tolist(), kernels)
 
 

@@ -33,8 +33,9 @@ template <class T> constexpr int SPLIT = sizeof(Operand<T>) / sizeof(T);
 // Vectors of sums of a tile, which leave registers for the operands; its rows at most; and how many
 // vectors it is wide then, and when it has fewer.
 constexpr int SUMS = BYTES == 32 ? 12 : 24;
-constexpr bool IS_NARROW = BYTES == 32;
-template <class T> constexpr int R_MAX = SUMS / (IS_NARROW || (BYTES == 64 && SPLIT<T> == 2) ? 2 : 4);
+constexpr bool HAS_FEW = BYTES == 32;  // registers
+template <class T>
+constexpr int R_MAX = SUMS / (HAS_FEW || (BYTES == 64 && SPLIT<T> == 2) ? 2 : 4);
 constexpr int width(int rows) {
   int vectors = 2;
   while (2 * vectors * W <= BLOCK && 2 * vectors * rows <= SUMS) vectors *= 2;

@@ -236,13 +236,11 @@ class LinearCpu:
         """
         if weight.dtype == torch.bfloat16 and self.uses_onednn:
             return self._pack_onednn(weight)
-        if (
-            weight.dtype == torch.bfloat16
-            and self._library is not None
-            and weight.shape[1] % 2 == 0
-        ):
+        if self._library is None or weight.shape[1] % (4 // weight.itemsize or 1) != 0:
+            return None
+        if weight.dtype == torch.bfloat16:
             return self._pack_bf16(weight)
-        if weight.dtype == torch.int8 and self._library is not None and weight.shape[1] % 4 == 0:
+        if weight.dtype == torch.int8:
             assert scales is not None, "int8 weights have scales"
             return self._pack_int8(weight, scales)
         return None

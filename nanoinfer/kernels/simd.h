@@ -47,10 +47,16 @@ void store(bf16* p, vf x) {  // to nearest even, of no NaN
   std::memcpy(p, &halves, sizeof(halves));
 }
 
-// Whether pairs of bf16 are multiplied at twice the rate of fp32. Intel has the instruction, at half
-// of it (build.py).
+// A unit is 32 bits of values: one float, or two bf16. acc += the products of their values.
+vf multiply_add(float, vf acc, vu a, vu b) { return acc + (vf)a * (vf)b; }
+
+// Pairs of bf16 are multiplied as they are where that has twice the rate of fp32. Intel has the
+// instruction, too, at half of it (build.py).
 #if defined(__AVX512BF16__) && !defined(HAS_SLOW_PAIRS)
 constexpr bool HAS_PAIRS = true;
+vf multiply_add(bf16, vf acc, vu a, vu b) {
+  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
+}
 #else
 constexpr bool HAS_PAIRS = false;
 #endif
@@ -58,16 +64,6 @@ constexpr bool HAS_PAIRS = false;
 // What values of T are when they are multiplied.
 template <class T>
 using Operand = std::conditional_t<std::is_same_v<T, bf16> && !HAS_PAIRS, float, T>;
-
-// A unit is 32 bits of values: one float, or two bf16. acc += the products of their values.
-vf multiply_add(float, vf acc, vu a, vu b) { return acc + (vf)a * (vf)b; }
-vf multiply_add(bf16, vf acc, vu a, vu b) {
-#if defined(__AVX512BF16__) && !defined(HAS_SLOW_PAIRS)
-  return (vf)_mm512_dpbf16_ps((__m512)acc, (__m512bh)a, (__m512bh)b);
-#else
-  return acc + (vf)(a << 16) * (vf)(b << 16) + (vf)(a & 0xffff0000u) * (vf)(b & 0xffff0000u);
-#endif
-}
 
 float widen(float x) { return x; }
 float widen(bf16 x) {
