@@ -198,8 +198,9 @@ def if_readable(pack: Pack) -> Pack:
 
 def to_blocks(weight: Tensor) -> Tensor:
     """[..., N, K] -> [..., N/64, K/P, 64, P], with rows of zeros behind the last."""
-    padded = F.pad(weight, (0, 0, 0, -weight.shape[-2] % BLOCK_ROWS))
-    units = padded.unflatten(-1, (-1, 4 // weight.itemsize)).unflatten(-3, (-1, BLOCK_ROWS))
+    if missing := -weight.shape[-2] % BLOCK_ROWS:
+        weight = F.pad(weight, (0, 0, 0, missing))
+    units = weight.unflatten(-1, (-1, 4 // weight.itemsize)).unflatten(-3, (-1, BLOCK_ROWS))
     return units.transpose(-3, -2).contiguous()
 
 
