@@ -168,6 +168,7 @@ def test_code_is_for_this_cpu_or_the_one_that_was_named(home):
         ("GenuineIntel", "avx2 avx512f avx512_bf16", True),
         ("GenuineIntel", "avx2 avx512f", False),  # none at all
         ("AuthenticAMD", "avx2 avx512f avx512_bf16", False),
+        ("AnotherVendor", "avx2 avx512f avx512_bf16", False),
         ("", "", False),
     ],
 )
