@@ -27,7 +27,7 @@ constexpr int64_t LINE = 16;         // units in a cache line
 constexpr int64_t LINES = BLOCK / LINE;           // of a step
 constexpr int64_t PANEL = HAS_PAIRS ? 512 : 256;  // rows of x at a time: as many as the cache holds
 
-// Operands of a row of x for each value of T in the place of one: 2 where a unit is split.
+// How many vectors of operands a vector of W's units is split into: 2 where bf16 is widened.
 template <class T> constexpr int SPLIT = sizeof(Operand<T>) / sizeof(T);
 
 // Vectors of sums of a tile, which leave registers for the operands; its rows at most; and how many

@@ -73,8 +73,8 @@ def cpu_features() -> frozenset[str]:
 def has_slow_pairs() -> bool:
     """Whether AVX512-BF16 multiplies no faster than AVX-512 does in fp32.
 
-    The instruction makes twice the products of one in fp32, in one cycle on AMD's cores, where it
-    halves the time, and in four times that on Intel's, which have it for the sake of AMX.
+    Its instruction makes twice the products of one in fp32. AMD's cores start as many of both in a
+    cycle; Intel's, where AMX is meant for bf16, a quarter as many.
     """
     return "avx512_bf16" in cpu_features() and _cpuinfo("vendor_id") == "GenuineIntel"
 
