@@ -974,24 +974,26 @@ int main() {
     test_paged_attention<bf16>(9, 3, 18, bits8);
   }
   done("paged_attention");
-  for (i64 V : {1, 5, 64, 1003, 3001})
+  for (i64 V : {1, 5, 64, 1003})
     for (int kind : {0, 1, 2, 3}) test_draw(V, kind);
   done("draw");
-  for (i64 N : {5, 64, 100, 128, 192})
-    for (i64 K : {32, 96, 1056})
+  for (i64 N : {5, 64, 100, 192})
+    for (i64 K : {32, 96})
       for (bool has_bias : {false, true}) {
         test_linear_bf16<float>(20, N, K, has_bias);
         test_linear_bf16<bf16>(20, N, K, has_bias);
       }
+  test_linear_bf16<float>(20, 100, 544, true);  // more steps than a chunk has
   test_linear_bf16<bf16>(600, 64, 96, true);
   done("linear_bf16");
-  for (i64 N : {5, 64, 100, 128, 192})
-    for (i64 K : {4, 96, 1056})
+  for (i64 N : {5, 64, 100, 192})
+    for (i64 K : {4, 96})
       for (bool has_bias : {false, true}) {
         test_linear_int8<float, float>(20, N, K, has_bias);
         test_linear_int8<bf16, bf16>(20, N, K, has_bias);
         test_linear_int8<bf16, float>(20, N, K, has_bias);
       }
+  test_linear_int8<bf16, float>(20, 100, 1056, true);
   test_linear_int8<bf16, bf16>(600, 64, 96, true);
   done("linear_int8");
   for (bool is_normalised : {false, true}) {

@@ -94,6 +94,10 @@ def test_every_session_on_a_page_is_in_a_python_block(page: Path) -> None:
 
 @pytest.mark.network
 def test_readmes_example_prints_what_it_shows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On every CPU: in fp32 each shown token leads the next by 0.35 in log probability.
+
+    Kernels for other CPUs round bf16 elsewhere, which moves that by about 0.1.
+    """
     monkeypatch.chdir(ROOT)
     text = (ROOT / "README.md").read_text()
     found = re.search(r"```python\n(.*?)```\s*```text\n(.*?)```", text, flags=re.S)

@@ -1,7 +1,9 @@
 """The C++ kernels without Python: tests/selftest.cpp, on this machine and on an emulated Arm."""
 
+import os
 import re
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from subprocess import PIPE, STDOUT, run
 
@@ -12,6 +14,7 @@ import nanoinfer.kernels
 from nanoinfer.kernels.build import _FLAGS, KernelBuildError, _find_compiler
 
 KERNELS = Path(nanoinfer.kernels.__file__).parent
+SELFTEST = Path(__file__).with_name("selftest.cpp")
 FLAGS = [flag for flag in _FLAGS if flag not in ("-shared", "-fPIC")]
 NAMES = {
     *("rms_norm", "rms_norm_quantized", "rotary", "norm_rope_store", "silu_mul", "store_kv"),
@@ -28,11 +31,20 @@ def output(command: list[str]) -> str:
     return done.stdout
 
 
-def check(compiler: list[str], emulator: list[str], folder: Path) -> None:
-    sources = [Path(__file__).with_name("selftest.cpp"), *sorted(KERNELS.glob("*.cpp"))]
-    program = folder / "selftest"
-    output([*compiler, *FLAGS, *map(str, sources), "-o", str(program)])
-    lines = output([*emulator, str(program)]).splitlines()
+def check(compiler: list[str], machine: list[str], emulator: list[str], folder: Path) -> None:
+    """Build it, a file per thread, the kernels for `machine` and the test for any; run it."""
+
+    def compiled(source: Path) -> str:
+        flags = machine if source.parent == KERNELS else []
+        target = str(folder / f"{source.stem}.o")
+        output([*compiler, *FLAGS, *flags, "-c", str(source), "-o", target])
+        return target
+
+    program = str(folder / "selftest")
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        objects = [*pool.map(compiled, [SELFTEST, *sorted(KERNELS.glob("*.cpp"))])]
+    output([*compiler, *FLAGS, *objects, "-o", program])
+    lines = output([*emulator, program]).splitlines()
     assert {line.split()[0] for line in lines} == NAMES
     assert all(line.split()[1] == "ok" for line in lines)
 
@@ -49,15 +61,15 @@ def test_every_kernel_is_in_the_self_test():
 @pytest.mark.parametrize("machine", ["native", *MULTIPLYING])
 def test_kernels_pass_on_this_machine(tmp_path, machine):
     try:
-        compiler = [*_find_compiler(), *machine_flags(machine)]
+        compiler, flags = _find_compiler(), machine_flags(machine)
     except KernelBuildError as error:
         pytest.skip(f"no C++ kernels here: {error}")
-    check(compiler, [], tmp_path)
+    check([*compiler], [*flags], [], tmp_path)
 
 
 @pytest.mark.skipif(not ARM_COMPILER, reason="needs aarch64-linux-gnu-g++")
 @pytest.mark.skipif(not EMULATOR, reason="needs qemu-aarch64 (Debian: qemu-user)")
 @pytest.mark.parametrize("machine", ["armv8-a", "armv8.4-a+bf16+sve"])  # the oldest; Graviton3
 def test_kernels_pass_on_an_emulated_arm(tmp_path, machine):
-    compiler = [str(ARM_COMPILER), f"-march={machine}", "-static"]
-    check(compiler, [str(EMULATOR), "-cpu", "max"], tmp_path)
+    compiler, emulator = [str(ARM_COMPILER), "-static"], [str(EMULATOR), "-cpu", "max"]
+    check(compiler, [f"-march={machine}"], emulator, tmp_path)
