@@ -87,33 +87,32 @@ class Batch:
     @staticmethod
     def build(step: list[ScheduledSequence], block_size: int, device: torch.device) -> "Batch":
         """Flatten a step and upload it."""
-        starts = np.array([entry.start for entry in step])
-        q_lens = np.array([entry.num_tokens for entry in step])
+        seqs, first_tokens, nums_tokens, samples = zip(*step, strict=True)
+        starts, q_lens = np.array(first_tokens), np.array(nums_tokens)
         cu_seqlens_q = np.concatenate(([0], np.cumsum(q_lens)))
-        tables = _stack([entry.seq.block_table for entry in step])
-        states = [(entry.seq.state.source, entry.seq.state.slot) for entry in step]
+        tables = _stack([seq.block_table for seq in seqs])
+        states = [[seq.state.source for seq in seqs], [seq.state.slot for seq in seqs]]
+        images = [seq.image_positions for seq in seqs]
         input_ids: list[int] = []
-        positions = []
         pending = []
         for seq, start, num_tokens, _ in step:
-            input_ids.extend(seq.token_ids[start : start + num_tokens])
-            positions.append(seq.positions(start, start + num_tokens))
-            if start + num_tokens > len(seq):
+            input_ids += seq.token_ids[start : start + num_tokens]
+            if start + num_tokens > len(seq.token_ids):
                 pending.append((len(input_ids), seq.pending_row))
                 input_ids.append(0)
         rows = np.repeat(np.arange(len(step)), q_lens)
         places = np.arange(len(rows)) + (starts - cu_seqlens_q[:-1])[rows]  # in its sequence
         slots = tables[rows, places // block_size] * np.int64(block_size) + places % block_size
-        sampled = [i for i, entry in enumerate(step) if entry.is_sampling]
+        sampled = [i for i, is_sampling in enumerate(samples) if is_sampling]
         upload = functools.partial(_upload, device=device)
         return Batch(
             input_ids=upload(input_ids, np.int64),
-            positions=upload(join(positions), np.int64),
+            positions=upload(join(images, places, starts, q_lens), np.int64),
             slot_mapping=upload(slots, np.int64),
             cu_seqlens_q=upload(cu_seqlens_q, np.int32),
             seq_lens=upload(starts + q_lens, np.int32),
             block_tables=upload(tables, np.int32),
-            states=upload(list(zip(*states, strict=True)), np.int32),
+            states=upload(states, np.int32),
             logits_indices=upload(cu_seqlens_q[1:][sampled] - 1, np.int64),
             sampled_entries=sampled,
             num_entries=len(step),

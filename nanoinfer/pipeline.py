@@ -52,9 +52,9 @@ class Pipeline:
             batch = Batch.build(step, self._block_size, self._device)
             before = self._in_flight[-1][1] if self._in_flight else None
             self._in_flight.append((step, self.runner.launch(batch, before)))
-            sampling = [entry.seq for entry in step if entry.is_sampling]
-            for row, seq in enumerate(sampling):
-                seq.pending_row = row
+            if self._is_async:
+                for row, seq in enumerate(entry.seq for entry in step if entry.is_sampling):
+                    seq.pending_row = row
         keep = 1 if step and self._is_async and not any(map(_needs_tokens, step)) else 0
         done: list[ScheduledSequence] = []
         while len(self._in_flight) > keep:

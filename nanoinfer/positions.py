@@ -36,8 +36,21 @@ class ImagePositions:
         return self.of(start, stop).tobytes()
 
 
-def join(parts: list[np.ndarray]) -> np.ndarray:
-    """Positions of several sequences: [T], or [3, T] where some token's axes differ."""
+def join(
+    images: list[ImagePositions | None], places: np.ndarray, starts: np.ndarray, lens: np.ndarray
+) -> np.ndarray:
+    """Positions of a step's tokens: [T], or [3, T] where some token's axes differ.
+
+    places [T]: where each token is in its sequence, which is its position where images has None.
+    starts, lens [S]: each sequence's first token in the step, and how many follow.
+    """
+    if not any(images):
+        return places
+    ends = np.cumsum(lens)
+    parts = [
+        places[end - n : end] if image is None else image.of(start, start + n)
+        for image, start, n, end in zip(images, starts, lens, ends, strict=True)
+    ]
     if any(part.ndim == 2 for part in parts):
         parts = [np.broadcast_to(part, (NUM_AXES, part.shape[-1])) for part in parts]
     return np.concatenate(parts, axis=-1)

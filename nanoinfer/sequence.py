@@ -15,8 +15,6 @@ before anybody knows which one it is.
 
 from dataclasses import dataclass
 
-import numpy as np
-
 from nanoinfer.positions import ImagePositions
 from nanoinfer.request import Logprobs, Request
 from nanoinfer.tokenizer import Detokenizer
@@ -51,6 +49,8 @@ class Sequence:
         self.seed = seed
         self.token_ids = list(request.prompt_token_ids)
         self.num_prompt_tokens = len(self.token_ids)
+        longest_answer = self.params.max_tokens or request.max_model_len
+        self.max_len = min(self.num_prompt_tokens + longest_answer, request.max_model_len)
         self.image_positions: ImagePositions | None = None  # of a prompt with images
         self.num_computed = 0
         self.num_pending = 0  # tokens that launched steps sample
@@ -86,9 +86,7 @@ class Sequence:
     @property
     def is_full(self) -> bool:
         """What is pending will be its last token."""
-        length = len(self) + self.num_pending
-        is_last = length - self.num_prompt_tokens == self.params.max_tokens
-        return self.num_pending > 0 and (is_last or length >= self.request.max_model_len)
+        return self.num_pending > 0 and len(self.token_ids) + self.num_pending >= self.max_len
 
     @property
     def is_finished(self) -> bool:
@@ -102,12 +100,6 @@ class Sequence:
             and self.index == 0
             and len(self.request.prompt_logprobs) < self.num_prompt_tokens
         )
-
-    def positions(self, start: int, stop: int) -> np.ndarray:
-        """Rotary positions of token_ids[start:stop]: [n], or [3, n] where axes differ."""
-        if self.image_positions is not None:
-            return self.image_positions.of(start, stop)
-        return np.arange(start, stop, dtype=np.int64)
 
     def append_token(self, token_id: int, logprobs: Logprobs | None) -> None:
         """Take a sampled token and decide whether it was the last."""
@@ -129,7 +121,7 @@ class Sequence:
                     return
         if is_eos or is_stop_id:
             self.finish("stop", None if is_eos else token_id)
-        elif count == params.max_tokens or len(self) >= self.request.max_model_len:
+        elif len(self.token_ids) >= self.max_len:
             self.finish("length")
 
     def finish(self, reason: str, stop_reason: int | str | None = None) -> None:

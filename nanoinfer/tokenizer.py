@@ -106,7 +106,8 @@ class Detokenizer:
                          prefix  read         character; new = decode(a..d) - decode(a..b)
 
     If the window ends in U+FFFDs, its last bytes may still become a character: they are held back.
-    A character has at most 4 bytes, so after 4 tokens no more than 3 are.
+    A character has at most 4 bytes, so after 4 tokens no more than 3 are. Without stop strings the
+    text is made when somebody reads it, and at the end in one go: not between two steps.
     The window is the idea of vLLM's and TGI's `detokenize_incrementally`.
     """
 
@@ -114,52 +115,66 @@ class Detokenizer:
         self._decode = lambda ids: tokenizer.decode(ids, params.skip_special_tokens)
         self._params = params
         self._ids: list[int] = []
+        self._num_seen = 0  # ids that `_text` was made of
         self._prefix = self._read = 0
         self._old = ""  # decode(ids[prefix:read])
         self._shown = 0  # characters of the window beyond `_old` that are in `text` already
-        self.text = ""
+        self._text = ""
+
+    @property
+    def text(self) -> str:
+        self._catch_up()
+        return self._text
 
     def append(self, token_id: int, check_stop: bool = True) -> str | None:
         """Add one token; returns the stop string that its text completes, if any."""
         self._ids.append(token_id)
-        window = self._decode(self._ids[self._prefix :])
-        num_open = len(window) - len(window.rstrip(_REPLACEMENT))
-        start = len(self.text)
-        is_overdue = len(self._ids) - self._read > _LONGEST_OPEN
-        num_held = min(num_open, _LONGEST_OPEN) if is_overdue else num_open
-        self._show(window[: len(window) - num_held])
-        if num_open == 0 and len(self.text) > start:
-            self._prefix, self._read, self._shown = self._read, len(self._ids), 0
-            self._old = self._decode(self._ids[self._prefix : self._read])
+        if not self._params.stop:
+            return None
+        start = len(self._text)
+        self._catch_up()
         return self._find_stop(start) if check_stop else None
 
     def finish(self) -> None:
         """No more tokens come: what was held back as half a character is shown as it is."""
         self._show(self._decode(self._ids[self._prefix :]))
+        self._num_seen = len(self._ids)
 
     def num_stable_chars(self) -> int:
         """Length of `text` without a tail that may still become a stop string."""
-        longest = max(map(len, self._params.stop), default=1) - 1
-        for held in range(min(longest, len(self.text)), 0, -1):
-            tail = self.text[-held:]
-            if any(s.startswith(tail) for s in self._params.stop):
-                return len(self.text) - held
-        return len(self.text)
+        text, longest = self.text, max(map(len, self._params.stop), default=1) - 1
+        for held in range(min(longest, len(text)), 0, -1):
+            if any(s.startswith(text[-held:]) for s in self._params.stop):
+                return len(text) - held
+        return len(text)
 
-    def _show(self, window: str) -> None:
+    def _catch_up(self) -> None:
+        """Take the new tokens into the text, one by one."""
+        for end in range(self._num_seen + 1, len(self._ids) + 1):
+            window = self._decode(self._ids[self._prefix : end])
+            num_open = len(window) - len(window.rstrip(_REPLACEMENT))
+            is_overdue = end - self._read > _LONGEST_OPEN
+            num_held = min(num_open, _LONGEST_OPEN) if is_overdue else num_open
+            if self._show(window[: len(window) - num_held]) and num_open == 0:
+                self._prefix, self._read, self._shown = self._read, end, 0
+                self._old = self._decode(self._ids[self._prefix : end])
+        self._num_seen = len(self._ids)
+
+    def _show(self, window: str) -> str:
         new = window[len(self._old) + self._shown :]
-        self.text += new
+        self._text += new
         self._shown += len(new)
+        return new
 
     def _find_stop(self, start: int) -> str | None:
         """Cut `text` at the earliest stop string that ends in text[start:]."""
         found = []
         for stop in self._params.stop:
-            at = self.text.find(stop, max(0, start - len(stop) + 1))
+            at = self._text.find(stop, max(0, start - len(stop) + 1))
             if at >= 0:
                 found.append((at, stop))
         if not found:
             return None
         at, stop = min(found)
-        self.text = self.text[: at + len(stop) * self._params.include_stop_str_in_output]
+        self._text = self._text[: at + len(stop) * self._params.include_stop_str_in_output]
         return stop

@@ -171,6 +171,40 @@ def test_tokens_that_cut_characters_equal_the_one_shot_decode(
     check_growth(pieces_tokenizer, ids)
 
 
+@many
+@given(data=st.binary(max_size=30), reads=st.sets(st.integers(0, 29)))
+@example(data="中é😀".encode(), reads={1, 7})
+def test_it_makes_no_difference_when_text_is_read(
+    byte_tokenizer: Tokenizer, data: bytes, reads: set[int]
+):
+    texts, _ = shown_texts(byte_tokenizer, list(data))
+    detokenizer = Detokenizer(byte_tokenizer, SamplingParams())
+    for i, token_id in enumerate(data):
+        detokenizer.append(token_id)
+        assert i not in reads or detokenizer.text == texts[i]
+    detokenizer.finish()
+    assert detokenizer.text == data.decode(errors="replace")
+
+
+def test_without_stop_strings_text_is_made_when_it_is_read(
+    byte_tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch
+):
+    calls = []
+    decode = byte_tokenizer.decode
+    monkeypatch.setattr(byte_tokenizer, "decode", lambda *args: calls.append(1) or decode(*args))
+    seq = make_sequence(byte_tokenizer)
+    for token_id in b"abc":
+        seq.append_token(token_id, None)
+    assert not calls
+    assert seq.text() == "abc"
+    for token_id in b"def":
+        seq.append_token(token_id, None)
+    calls.clear()
+    seq.finish("length")
+    assert len(calls) == 1
+    assert seq.text() == "abcdef"
+
+
 def test_invalid_bytes_are_not_held_back_for_long(byte_tokenizer: Tokenizer):
     shown, _ = shown_texts(byte_tokenizer, [0xFF] * 100)
     assert all(0 <= i - len(text) <= MAX_HELD for i, text in enumerate(shown, 1))
