@@ -118,14 +118,32 @@ MUTATIONS = [
     ),
     Mutation(
         "tokenizer.py",
+        "for end in range(self._num_seen + 1, len(self._ids) + 1):",
+        "for end in range(len(self._ids), len(self._ids) + 1):",
+        "tests/test_tokenizer.py::test_it_makes_no_difference_when_text_is_read",
+    ),
+    Mutation(
+        "tokenizer.py",
+        "        if not self._params.stop:\n            return None\n",
+        "",
+        "tests/test_tokenizer.py::test_without_stop_strings_text_is_made_when_it_is_read",
+    ),
+    Mutation(
+        "positions.py",
+        "        places[end - n : end] if image is None",
+        "        places[end - n - 1 : end - 1] if image is None",
+        "tests/test_state_pool.py",
+    ),
+    Mutation(
+        "tokenizer.py",
         "at, stop = min(found)",
         "at, stop = found[0]",
         "tests/test_tokenizer.py::test_stop_strings_equal_a_search_of_the_whole_text",
     ),
     Mutation(
         "tokenizer.py",
-        "return len(self.text) - held",
-        "return len(self.text)",
+        "return len(text) - held",
+        "return len(text)",
         "tests/test_tokenizer.py::test_nothing_of_a_stop_string_is_streamed",
     ),
     Mutation(
@@ -142,8 +160,8 @@ MUTATIONS = [
     ),
     Mutation(
         "sequence.py",
-        "elif count == params.max_tokens or len(self) >= self.request.max_model_len:",
-        "elif count == params.max_tokens:",
+        "self.max_len = min(self.num_prompt_tokens + longest_answer, request.max_model_len)",
+        "self.max_len = self.num_prompt_tokens + longest_answer",
         "tests/test_behaviours.py::test_prompt_and_max_tokens_over_max_model_len_end_there_with_length",
     ),
     Mutation(
@@ -196,7 +214,7 @@ MUTATIONS = [
     ),
     Mutation(
         "scheduler.py",
-        "budget += sum(entry.num_tokens for entry in step if entry.seq is victim)",
+        "budget += entry.num_tokens",
         "pass",
         "tests/test_scheduler.py::test_victim_that_is_in_the_step_already_leaves_it_and_its_budget",
     ),
@@ -214,8 +232,8 @@ MUTATIONS = [
     ),
     Mutation(
         "scheduler.py",
-        "return ScheduledSequence(seq, start, num_tokens, is_sampling=seq.num_remaining == 0)",
-        "return ScheduledSequence(seq, start, num_tokens, is_sampling=True)",
+        "is_sampling = seq.num_remaining == 0",
+        "is_sampling = True",
         "tests/test_scheduler.py::test_prompt_is_chunked_and_sampled_at_its_end_only",
     ),
     Mutation(
@@ -268,14 +286,14 @@ MUTATIONS = [
     ),
     Mutation(
         "batch.py",
-        "positions.append(seq.positions(start, start + num_tokens))",
-        "positions.append(seq.positions(0, num_tokens))",
+        "positions=upload(join(images, places, starts, q_lens), np.int64),",
+        "positions=upload(join(images, places - starts[rows], starts, q_lens), np.int64),",
         "tests/test_greedy.py::test_prompts_alone_equal_transformers",
     ),
     Mutation(
         "batch.py",
-        "positions=upload([len(seq) for seq in seqs], np.int64),",
-        "positions=upload([seq.num_output_tokens * 0 for seq in seqs], np.int64),",
+        "positions = [entry.start + entry.num_tokens for entry in step]",
+        "positions = [0 for entry in step]",
         "tests/test_sampler.py::test_seed_and_position_both_matter",
     ),
     Mutation(
@@ -736,8 +754,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels/norm_rope_store.cpp",
-        "norm_and_turn((E*)k_cache + slot",
-        "norm_and_turn((E*)k_cache + slot + turn.D",
+        "E* turned_k = is_plain ? (E*)k_cache + slot * D",
+        "E* turned_k = is_plain ? (E*)k_cache + (slot + 1) * D",
         "tests/test_attention_layer.py::test_keys_and_values_land_in_their_slots_and_nowhere_else",
     ),
     Mutation(
@@ -772,8 +790,8 @@ MUTATIONS = [
     ),
     Mutation(
         "kernels/norm_rope_store.cpp",
-        "(E*)v_cache + slot + h * D);",
-        "(E*)v_cache + slot);",
+        "(E*)v_cache + (slot + h) * D);",
+        "(E*)v_cache + slot * D);",
         "tests/test_selftest.py::test_kernels_pass_on_this_machine",
     ),
     Mutation(
@@ -1222,13 +1240,13 @@ MUTATIONS = [
     ),
     Mutation(
         "block_manager.py",
-        "num_known = min(seq.num_computed, len(seq))",
+        "num_known = min(seq.num_computed, len(seq.token_ids))",
         "num_known = seq.num_computed",
         "tests/test_scheduler_machine.py",
     ),
     Mutation(
         "sequence.py",
-        "return self.num_pending > 0 and (is_last or length >= self.request.max_model_len)",
+        "return self.num_pending > 0 and len(self.token_ids) + self.num_pending >= self.max_len",
         "return False",
         "tests/test_pipeline.py::test_a_step_is_launched_before_the_one_before_is_waited_for",
     ),

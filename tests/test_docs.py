@@ -8,8 +8,11 @@ import importlib.util
 import io
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
+
+import nanoinfer
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -21,18 +24,18 @@ if not (ROOT / "scripts" / "sizes.py").is_file():
     pytest.skip("needs a checkout", allow_module_level=True)
 
 
-def sizes_table() -> str:
-    spec = importlib.util.spec_from_file_location("sizes", ROOT / "scripts" / "sizes.py")
+def load_script(name: str) -> Any:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.table()
+    return module
 
 
 def test_readmes_table_of_sizes_is_measured() -> None:
     """Run `python scripts/sizes.py` and paste its output where this fails."""
-    assert sizes_table() in (ROOT / "README.md").read_text()
+    assert load_script("sizes").table() in (ROOT / "README.md").read_text()
 
 
 def test_readme_is_short() -> None:
@@ -90,6 +93,15 @@ def test_every_session_on_a_page_is_in_a_python_block(page: Path) -> None:
     outside = PYTHON_BLOCK.sub("", page.read_text())
     assert ">>>" not in outside
     assert not re.search(r"^```py", outside, flags=re.M)
+
+
+def test_every_mutation_still_fits() -> None:
+    """Each row's line stands in its file exactly once, and its test exists."""
+    package = Path(nanoinfer.__file__).parent
+    for file, old, _, test in load_script("mutate").MUTATIONS:
+        assert (package / file).read_text().count(old) == 1, f"{file}: {old}"
+        where, _, name = test.partition("::")
+        assert f"def {name}" in (ROOT / where).read_text(), test
 
 
 @pytest.mark.network

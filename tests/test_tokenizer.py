@@ -172,18 +172,20 @@ def test_tokens_that_cut_characters_equal_the_one_shot_decode(
 
 
 @many
-@given(data=st.binary(max_size=30), reads=st.sets(st.integers(0, 29)))
-@example(data="中é😀".encode(), reads={1, 7})
+@given(text=st.text("a 中é😀", max_size=8), reads=st.sets(st.integers(0, 29)))
+@example(text="中é", reads={3})
 def test_it_makes_no_difference_when_text_is_read(
-    byte_tokenizer: Tokenizer, data: bytes, reads: set[int]
+    llama_tokenizer: Tokenizer, text: str, reads: set[int]
 ):
-    texts, _ = shown_texts(byte_tokenizer, list(data))
-    detokenizer = Detokenizer(byte_tokenizer, SamplingParams())
-    for i, token_id in enumerate(data):
+    """Its decoder shows whole characters as U+FFFDs while the one behind them is unfinished."""
+    _, ids = llama_tokenizer.encode_prompt(text)
+    texts, _ = shown_texts(llama_tokenizer, ids)
+    detokenizer = Detokenizer(llama_tokenizer, SamplingParams())
+    for i, token_id in enumerate(ids):
         detokenizer.append(token_id)
         assert i not in reads or detokenizer.text == texts[i]
     detokenizer.finish()
-    assert detokenizer.text == data.decode(errors="replace")
+    assert detokenizer.text == text
 
 
 def test_without_stop_strings_text_is_made_when_it_is_read(
