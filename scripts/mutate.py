@@ -525,6 +525,18 @@ MUTATIONS = [
         "tests/test_linear.py::test_bf16_blocks_give_the_exact_sum_rounded_once",
     ),
     Mutation(
+        "kernels/blocks.h",
+        "parts[2] = {x << 16, x & 0xffff0000u};",
+        "parts[2] = {x << 16, x};",
+        "tests/test_linear.py::test_bits_of_a_row_depend_on_neither_neighbours_nor_threads",
+    ),
+    Mutation(
+        "kernels/blocks.h",
+        "x += 4 * SPLIT<T> * CHUNK",
+        "x += 4 * CHUNK",
+        "tests/test_linear.py::test_bf16_blocks_give_the_exact_sum_rounded_once",
+    ),
+    Mutation(
         "kernels/linear.py",
         "is_fast = has_amx or bool(library.nanoinfer_has_pairs())",
         "is_fast = True",

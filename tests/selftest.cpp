@@ -984,6 +984,7 @@ int main() {
         test_linear_bf16<bf16>(20, N, K, has_bias);
       }
   test_linear_bf16<float>(20, 100, 544, true);  // more steps than a chunk has
+  test_linear_bf16<bf16>(200, 80, 544, true);   // many rows; an odd number of half blocks
   test_linear_bf16<bf16>(600, 64, 96, true);
   done("linear_bf16");
   for (i64 N : {5, 64, 100, 192})

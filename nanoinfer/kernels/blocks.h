@@ -9,7 +9,7 @@
 // One vector of a step times the same P values of x in every lane adds P products to each of its
 // lanes, in one instruction where the CPU has a fast one (vdpbf16ps, vpdpbusd). Elsewhere bf16 is
 // multiplied as fp32: rows of x are widened before, a vector of W is split into its even and its odd
-// values, which costs two instructions for all rows.
+// values, which costs a tile two instructions; for many tiles it is done once, before them.
 //
 // A tile keeps R rows x C vectors of sums in registers, so that a vector of W serves R rows and a
 // value of x serves C vectors; more rows are more tiles, which find the block in cache.
@@ -29,6 +29,8 @@ constexpr int64_t PANEL = HAS_PAIRS ? 512 : 256;  // rows of x at a time: as man
 
 // How many vectors of operands a vector of W's units is split into: 2 where bf16 is widened.
 template <class T> constexpr int SPLIT = sizeof(Operand<T>) / sizeof(T);
+template <class T> constexpr int64_t SPLIT_UNITS = SPLIT<T> == 2 ? 2 * CHUNK * BLOCK : 0;
+constexpr int64_t MANY_ROWS = 192;  // of x: from here on a chunk is split before it is multiplied
 
 // Vectors of sums of a tile, which leave registers for the operands; its rows at most; and how many
 // vectors it is wide then, and when it has fewer.
@@ -61,19 +63,21 @@ void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums,
   V acc[R][C];
   for (int r = 0; r < R; r++)
     for (int c = 0; c < C; c++) acc[r][c] = read<V>(sums + r * BLOCK + c * W);
+  const char* rows[] = {x, x + 4 * stride, x + 8 * stride};  // a register for each row is too many
   for (int64_t k = 0; k < n; k++) {
     for (int64_t i = 0; i < lines; i++) __builtin_prefetch(next + (k * lines + i) * LINE, 0, 2);
-    for (int half = 0; half < SPLIT<T>; half++, x += 4) {
+    for (int half = 0; half < SPLIT<T>; half++) {
       vu weights[C];
       for (int c = 0; c < C; c++) {
         weights[c] = read<vu>(w + k * BLOCK + c * W);
         if (SPLIT<T> == 2) weights[c] = half == 0 ? weights[c] << 16 : weights[c] & 0xffff0000u;
       }
       for (int r = 0; r < R; r++) {
-        const vu values = vu{} + read<uint32_t>(x + r * stride);
+        const vu values = vu{} + read<uint32_t>(rows[r / 4] + r % 4 * stride);
         for (int c = 0; c < C; c++)
           acc[r][c] = multiply_add(Operand<T>(), acc[r][c], weights[c], values);
       }
+      for (const char*& row : rows) row += 4;
     }
   }
   for (int r = 0; r < R; r++)
@@ -82,33 +86,57 @@ void tile(const char* x, int64_t stride, const uint32_t* w, int64_t n, S* sums,
 
 struct Shape { int64_t M, N, K, stride; };  // stride: between rows of x, in bytes
 
-// sums [M][BLOCK] of `columns` rows of W, which is of T, from row n on.
+// sums [M][BLOCK] += rows of x times `columns` columns of n steps, from w on. Each tile fetches its
+// share of `all` cache lines a step, from `next` on.
+template <class T, class V, class S>
+void multiply_steps(const char* x, const Shape& s, const uint32_t* w, int64_t n, int64_t columns,
+                    S* sums, const uint32_t* next, int64_t all) {
+  const int64_t tiles = (s.M + R_MAX<T> - 1) / R_MAX<T>;
+  int64_t fetched = 0;
+  for (int64_t t = 0; t < tiles; t++) {  // of nearly equal height
+    const int64_t m = t * s.M / tiles, rows = (t + 1) * s.M / tiles - m;
+    with_constant<R_MAX<T>>(rows, [&](auto height) {
+      constexpr int C = width(height);
+      const int64_t passes = tiles * ((columns + C * W - 1) / (C * W));
+      for (int64_t c = 0; c < columns; c += C * W) {
+        const int64_t lines = std::min((all + passes - 1) / passes, all - fetched);
+        const bool is_whole = columns - c >= C * W;
+        const auto run = is_whole ? tile<height, C, T, V, S>
+                                  : tile<height, std::min<int>(C, HALF / W), T, V, S>;
+        run(x + m * s.stride, s.stride, w + c, n, sums + m * BLOCK + c,
+            next + fetched * n * LINE, lines);
+        fetched += lines;
+      }
+    });
+  }
+}
+
+// `columns` columns of n steps of bf16 -> 2 n steps of fp32.
+void split_steps(const uint32_t* w, int64_t n, int64_t columns, uint32_t* out) {
+  for (int64_t k = 0; k < n; k++)
+    for (int64_t c = 0; c < columns; c += W) {
+      const vu x = read<vu>(w + k * BLOCK + c), parts[2] = {x << 16, x & 0xffff0000u};
+      for (int i = 0; i < 2; i++) std::memcpy(out + (2 * k + i) * BLOCK + c, &parts[i], BYTES);
+    }
+}
+
+// sums [M][BLOCK] of `columns` rows of W, which is of T, from row n on. own: SPLIT_UNITS<T>.
 template <class T, class V, class S>
 void multiply(const char* x, const Shape& s, const uint32_t* blocks, int64_t n, int64_t columns,
-              S* sums) {
-  const int64_t steps = s.K * sizeof(T) / 4, tiles = (s.M + R_MAX<T> - 1) / R_MAX<T>;
+              S* sums, uint32_t* own) {
+  const int64_t steps = s.K * sizeof(T) / 4;
   const uint32_t* w = blocks + n / BLOCK * steps * BLOCK + n % BLOCK;
   std::fill(sums, sums + s.M * BLOCK, S(0));
-  for (int64_t k = 0; k < steps; k += CHUNK) {
+  for (int64_t k = 0; k < steps; k += CHUNK, x += 4 * SPLIT<T> * CHUNK, w += CHUNK * BLOCK) {
     const int64_t count = std::min(CHUNK, steps - k);
-    const uint32_t* next = w + (k + count) * BLOCK;
-    int64_t fetched = 0;  // lines of a step of the next chunk
-    for (int64_t t = 0; t < tiles; t++) {  // of nearly equal height
-      const int64_t m = t * s.M / tiles, rows = (t + 1) * s.M / tiles - m;
-      with_constant<R_MAX<T>>(rows, [&](auto height) {
-        constexpr int C = width(height);
-        const int64_t passes = tiles * ((columns + C * W - 1) / (C * W));
-        for (int64_t c = 0; c < columns; c += C * W) {
-          const int64_t lines = std::min((LINES + passes - 1) / passes, LINES - fetched);
-          const bool is_whole = columns - c >= C * W;
-          const auto run = is_whole ? tile<height, C, T, V, S>
-                                    : tile<height, std::min<int>(C, HALF / W), T, V, S>;
-          run(x + m * s.stride + 4 * SPLIT<T> * k, s.stride, w + k * BLOCK + c, count,
-              sums + m * BLOCK + c, next + fetched * count * LINE, lines);
-          fetched += lines;
-        }
-      });
-    }
+    const uint32_t* next = w + count * BLOCK;
+    if constexpr (SPLIT<T> == 2)
+      if (s.M >= MANY_ROWS) {
+        split_steps(w, count, columns, own);
+        multiply_steps<float, V>(x, s, own, 2 * count, columns, sums, next, LINES / 2);
+        continue;
+      }
+    multiply_steps<T, V>(x, s, w, count, columns, sums, next, LINES);
   }
 }
 

@@ -21,7 +21,9 @@ void for_each_row(const Shape& s, const void* blocks, int threads, P panel, F f)
   const int64_t halves = (s.N + HALF - 1) / HALF;  // the last may stand out
 #pragma omp parallel num_threads(threads)
   {
-    const std::unique_ptr<S[]> sums(new S[std::min(s.M, PANEL) * BLOCK]);
+    const Floats room = allocate(std::min(s.M, PANEL) * BLOCK);
+    S* sums = (S*)room.get();
+    const Floats own = allocate(s.M < MANY_ROWS ? 0 : SPLIT_UNITS<T>);
     for (int64_t first = 0; first < s.M; first += PANEL) {
       const Shape shape{std::min(PANEL, s.M - first), s.N, s.K, s.stride};
       const char* x = panel(first, shape.M);
@@ -30,9 +32,10 @@ void for_each_row(const Shape& s, const void* blocks, int threads, P panel, F f)
         const int64_t end = halves * (thread + 1) / threads;
         for (int64_t i = halves * thread / threads, count; i < end; i += count) {
           count = i % 2 == 0 && i + 1 < end ? 2 : 1;
-          multiply<T, V>(x, shape, (const uint32_t*)blocks, i * HALF, count * HALF, sums.get());
+          multiply<T, V>(x, shape, (const uint32_t*)blocks, i * HALF, count * HALF, sums,
+                         (uint32_t*)own.get());
           for (int64_t m = 0; m < shape.M; m++)
-            f(first + m, i * HALF, std::min(count * HALF, s.N - i * HALF), sums.get() + m * BLOCK);
+            f(first + m, i * HALF, std::min(count * HALF, s.N - i * HALF), sums + m * BLOCK);
         }
       }
     }

@@ -70,14 +70,17 @@ template <class T> struct Mixture {
       f(i, std::min(PANEL, first[e + 1] - i));
   }
 
-  // Columns n .. n + BLOCK of an expert's inner rows. sums: of gate and up, PANEL rows each.
+  // Columns n .. n + BLOCK of an expert's inner rows. sums: of gate and up, PANEL rows each; then
+  // what `multiply` needs.
   void open(int64_t e, int64_t n, float* sums) const {
     const uint32_t* gate = gate_up + e * 2 * half;
     float* of_up = sums + PANEL * BLOCK;
+    uint32_t* own = (uint32_t*)(of_up + PANEL * BLOCK);
     in_panels(e, [&](int64_t i, int64_t count) {
       const Shape shape{count, I, E, int64_t(E * sizeof(Operand<T>))};
-      multiply<T, vf>((const char*)(rows.get() + i * E), shape, gate, n, BLOCK, sums);
-      multiply<T, vf>((const char*)(rows.get() + i * E), shape, gate + half, n, BLOCK, of_up);
+      const char* from = (const char*)(rows.get() + i * E);
+      multiply<T, vf>(from, shape, gate, n, BLOCK, sums, own);
+      multiply<T, vf>(from, shape, gate + half, n, BLOCK, of_up, own);
       for (int64_t m = 0; m < count; m++) {
         Operand<T>* out = inner.get() + (i + m) * I + n;
         T gates[BLOCK];
@@ -95,14 +98,14 @@ template <class T> struct Mixture {
     });
   }
 
-  // Columns n .. n + BLOCK of all rows of y. sums: PANEL rows; total: one for each token.
+  // Columns n .. n + BLOCK of all rows of y. sums: as above; total: one row for each token.
   void close(int64_t n, float* sums, float* total) const {
     std::fill(total, total + num_tokens * BLOCK, 0.f);
     for (int64_t e = 0; e < X; e++)
       in_panels(e, [&](int64_t i, int64_t count) {
         const Shape shape{count, E, I, int64_t(I * sizeof(Operand<T>))};
         multiply<T, vf>((const char*)(inner.get() + i * I), shape, down + e * whole, n, BLOCK,
-                        sums);
+                        sums, (uint32_t*)(sums + 2 * PANEL * BLOCK));
         for (int64_t m = 0; m < count; m++) {
           const int64_t visit = order[i + m];
           float* to = total + visit / top_k * BLOCK;
@@ -128,7 +131,7 @@ template <class T> struct Mixture {
         const T* from = x + order[i] / top_k * x_stride;
         to_operands(from, E, rows.get() + i * E);
       }
-      const std::unique_ptr<float[]> sums(new float[2 * PANEL * BLOCK]);
+      const Floats sums = allocate(2 * PANEL * BLOCK + SPLIT_UNITS<T>);
 #pragma omp for schedule(dynamic)
       for (int64_t i = 0; i < X * inner_blocks; i++)
         open(i / inner_blocks, i % inner_blocks * BLOCK, sums.get());
