@@ -71,7 +71,7 @@ class LLMEngine:
         self._requests: dict[str, Request] = {}
         self._counter = itertools.count()
         self._num_steps = 0
-        self._lock = threading.RLock()
+        self.lock = threading.RLock()  # held by whoever reads or changes what steps change
 
     def make_request(self, prompt: Prompt, params: SamplingParams) -> Request:
         """Check a prompt and its parameters; nothing is queued. ValueError says what is wrong."""
@@ -103,7 +103,7 @@ class LLMEngine:
 
     def add_request(self, request: Request) -> None:
         """Queue a request; the following steps work on it."""
-        with self._lock:
+        with self.lock:
             if self._pipeline is None:
                 raise RuntimeError("this engine has been closed; make a new LLM")
             self._requests[request.request_id] = request
@@ -112,7 +112,7 @@ class LLMEngine:
 
     def abort(self, request_id: str) -> bool:
         """End a request with finish reason "abort". False if it is not (or no longer) known."""
-        with self._lock:
+        with self.lock:
             request = self._requests.get(request_id)
             if request is None:
                 return False
@@ -123,7 +123,7 @@ class LLMEngine:
 
     def step(self) -> None:
         """Run one batch: the whole engine in a few lines."""
-        with self._lock:
+        with self.lock:
             if not self.scheduler.has_work or self._pipeline is None:
                 return
             start = time.perf_counter()
@@ -144,7 +144,7 @@ class LLMEngine:
 
     def stats(self) -> EngineStats:
         """Counters of this moment."""
-        with self._lock:
+        with self.lock:
             blocks, states = self.scheduler.block_manager, self.scheduler.caches.states
             return EngineStats(
                 running=len(self.scheduler.running),
@@ -161,7 +161,7 @@ class LLMEngine:
 
     def close(self) -> None:
         """Free weights and caches. What still runs is aborted."""
-        with self._lock:
+        with self.lock:
             for request_id in list(self._requests):
                 self.abort(request_id)
             self._pipeline = None
@@ -317,10 +317,9 @@ class LLM:
             active = requests
             while active:
                 self.engine.step()
-                for request in active:
-                    item = request.delta()
-                    if item is not None:
-                        yield item
+                with self.engine.lock:  # another thread may step
+                    news = [request.delta() for request in active]
+                yield from filter(None, news)
                 active = [r for r in active if not (r.is_finished and r.is_reported)]
         finally:
             self._abort_all(requests)

@@ -117,6 +117,12 @@ MUTATIONS = [
         "tests/test_tokenizer.py::test_text_grows_by_whole_characters",
     ),
     Mutation(
+        "llm.py",
+        "with self.engine.lock:  # another thread may step",
+        "if True:",
+        "tests/test_behaviours.py::test_a_streams_text_is_read_while_no_other_thread_steps",
+    ),
+    Mutation(
         "tokenizer.py",
         "for end in range(self._num_seen + 1, len(self._ids) + 1):",
         "for end in range(len(self._ids), len(self._ids) + 1):",

@@ -25,6 +25,7 @@ from safetensors.torch import load_file, save_file
 from tiny import VOCAB_SIZE
 
 from nanoinfer import LLM, RequestOutput, SamplingParams
+from nanoinfer.request import Request
 
 B = 16
 MAX_MODEL_LEN = 256  # the checkpoint's
@@ -1102,6 +1103,28 @@ def test_abort_from_inside_a_stream_ends_that_request_alone(
     assert num_tokens < 12
     assert found[victim][0] == expected[victim][:num_tokens]
     assert not llm.abort("unknown")
+
+
+def test_a_streams_text_is_read_while_no_other_thread_steps(llm, prompts, monkeypatch):
+    """Reading makes the text; a step of another thread may append to it."""
+    was_free = []
+    delta = Request.delta
+
+    def try_lock() -> None:
+        was_free.append(llm.engine.lock.acquire(blocking=False))
+        if was_free[-1]:
+            llm.engine.lock.release()
+
+    def observed(request: Request) -> RequestOutput | None:
+        thread = threading.Thread(target=try_lock)
+        thread.start()
+        thread.join()
+        return delta(request)
+
+    monkeypatch.setattr(Request, "delta", observed)
+    assert list(llm.stream(prompts[0], GREEDY))
+    assert was_free
+    assert not any(was_free)
 
 
 def test_stream_closed_early_frees_its_blocks_at_once(llm, prompts):
