@@ -1122,7 +1122,7 @@ def test_a_streams_text_is_read_while_no_other_thread_steps(llm, prompts, monkey
         return delta(request)
 
     monkeypatch.setattr(Request, "delta", observed)
-    assert list(llm.stream(prompts[0], GREEDY))
+    assert list(llm.stream(prompts[B], GREEDY))
     assert was_free
     assert not any(was_free)
 
