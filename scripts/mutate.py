@@ -555,6 +555,12 @@ MUTATIONS = [
         "tests/test_kernel_build.py::test_pairs_are_avoided_where_they_are_slow",
     ),
     Mutation(
+        "kernels/paged_attention.cpp",
+        "const int seen = std::min<int64_t>(n, last + 1 - begin);",
+        "const int seen = std::min<int64_t>(n, last - begin);",
+        "tests/test_paged_attention.py::test_big_chunk",
+    ),
+    Mutation(
         "kernels/attention_tiles.h",
         "acc[r] += (vf)(x & 0xffff0000u) * load(row + W);",
         "acc[r] += (vf)(x & 0xffff0000u) * load(row);",

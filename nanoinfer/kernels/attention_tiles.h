@@ -16,7 +16,8 @@
 
 namespace {
 
-constexpr int ROWS = 64, KEYS = 64;  // a tile of scores
+constexpr int ROWS = 128, KEYS = 64;  // a tile of scores
+constexpr int GROUP = 2 * W;          // of its rows, side by side: what is multiplied at a time
 constexpr float LOG2E = 1.44269504f;
 
 template <class O> constexpr int P = 4 / sizeof(O);  // operands in a unit
@@ -54,7 +55,7 @@ void stream_products(const O* q, const T* k, int64_t D, vf* sums) {
   for (int r = 0; r < R; r++) sums[r * W] = acc[r];
 }
 
-// s of C vectors of rows: q is [D / P][ROWS] units. N keys at a time, up to KEYS.
+// s [key][GROUP] of C vectors of rows: q is [D / P][GROUP] units. N keys at a time, up to KEYS.
 template <int C, class O>
 void tile_scores(const unit* q, const O* const* k, int n, int64_t D, float factor, float* s) {
   constexpr int N = ACCUMULATORS / 2;
@@ -64,10 +65,10 @@ void tile_scores(const unit* q, const O* const* k, int n, int64_t D, float facto
       for (int i = 0; i < N; i++) {
         const vu x = broadcast(k[key + i] + d);
         for (int c = 0; c < C; c++)
-          acc[i][c] = multiply_add(O(), acc[i][c], read<vu>(q + d / P<O> * ROWS + c * W), x);
+          acc[i][c] = multiply_add(O(), acc[i][c], read<vu>(q + d / P<O> * GROUP + c * W), x);
       }
     for (int i = 0; i < N; i++)
-      for (int c = 0; c < C; c++) store(s + (key + i) * ROWS + c * W, acc[i][c] * factor);
+      for (int c = 0; c < C; c++) store(s + (key + i) * GROUP + c * W, acc[i][c] * factor);
   }
 }
 
@@ -78,12 +79,12 @@ vu to_units(bf16, const vf* p) {  // two values in each lane, to nearest even
   return (x[0] >> 16) | (x[1] & 0xffff0000u);
 }
 
-// s of one vector of rows becomes p, in units of keys: [key / P][ROWS].
+// s of one vector of rows becomes p, in units of keys: [key / P][GROUP].
 // m, l: maximum and sum so far; decay: what old sums are worth.
 template <class O> void softmax(float* s, int n, float* m, float* l, float* decay) {
   vf top = load(m);
   for (int key = 0; key < n; key++) {
-    const vf x = load(s + key * ROWS);
+    const vf x = load(s + key * GROUP);
     top = x > top ? x : top;
   }
   const vf old = exp2(load(m) - top);
@@ -91,11 +92,11 @@ template <class O> void softmax(float* s, int n, float* m, float* l, float* deca
   for (int key = 0; key < n; key += P<O>) {
     vf p[P<O>] = {};
     for (int i = 0; i < P<O> && key + i < n; i++) {
-      p[i] = exp2(load(s + (key + i) * ROWS) - top);
+      p[i] = exp2(load(s + (key + i) * GROUP) - top);
       total += p[i];
     }
     const vu x = to_units(O(), p);
-    std::memcpy(s + key / P<O> * ROWS, &x, sizeof(x));
+    std::memcpy(s + key / P<O> * GROUP, &x, sizeof(x));
   }
   store(m, top), store(l, total), store(decay, old);
 }

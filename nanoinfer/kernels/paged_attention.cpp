@@ -159,7 +159,7 @@ template <class T> struct Attention {
       for (int64_t kv = 0; kv < KV; kv++) {
         float *o = results[kv], *m = o + it.rows * width, *l = m + ROWS;
         float* s = scores + kv * R * KEYS;
-        hide_future(it, begin, n, s, KEYS, 1);
+        hide_future(it, 0, R, begin, n, s, KEYS, 1);
         for (int r = 0; r < R; r++) softmax_of_row<O>(s + r * KEYS, n, m + r, l + r, decay + r);
         add_all_values<O, R>((const unit*)s, KEYS, 1, v, n, decay, o, width);
         for (int key = 0; key < padded; key++) v[key] += D;  // the next head's
@@ -167,17 +167,18 @@ template <class T> struct Attention {
     }
   }
 
-  // Many rows of one kv head. scratch: [queries | v in units | s | decay | widened].
+  // Many rows of one kv head. scratch: [queries | v in units | s | decay | widened]; of queries and
+  // s a group after the other, each [.][GROUP].
   void attend_tile(const Item& it, int64_t kv, float* scratch, float* result) const {
     unit *queries = (unit*)scratch, *wide_v = queries + ROWS * width;
-    float *s = (float*)(wide_v + KEYS * width), *decay = s + KEYS * ROWS;
-    O* widened = (O*)(decay + ROWS);
+    float *s = (float*)(wide_v + KEYS * width), *decay = s + KEYS * GROUP;
+    O* widened = (O*)(decay + GROUP);
     float *o = result, *m = o + it.rows * width, *l = m + ROWS;
-    const int rows = it.rows, lanes = (rows + W - 1) / W * W;
     begin(it, result);
-    for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < it.rows; r++) {
       const T* x = query(it, kv, r);
-      for (int64_t d = 0; d < D; d += P<O>) queries[d / P<O> * ROWS + r] = to_unit(x + d);
+      unit* to = queries + r / GROUP * GROUP * width + r % GROUP;
+      for (int64_t d = 0; d < D; d += P<O>) to[d / P<O> * GROUP] = to_unit(x + d);
     }
     const O *k[KEYS], *v[KEYS];
     const unit* units_of_v[KEYS];
@@ -188,17 +189,22 @@ template <class T> struct Attention {
       const bool are_units = P<O> == 1 && width == D;
       for (int key = 0; key < n && !are_units; key += P<O>)
         make_units(v + key, wide_v + key / P<O> * width);
-      int r = 0;
-      for (; r + W < lanes; r += 2 * W)
-        tile_scores<2>(queries + r, k, n, D, scale * LOG2E, s + r);
-      if (r < lanes) tile_scores<1>(queries + r, k, n, D, scale * LOG2E, s + r);
-      hide_future(it, begin, n, s, 1, ROWS);
-      for (r = 0; r < lanes; r += W) softmax<O>(s + r, n, m + r, l + r, decay + r);
-      in_groups(rows, [&](auto group, int r) {
-        add_all_values<O, group>((const unit*)s + r, 1, ROWS,
-                                 are_units ? (const unit* const*)v : units_of_v, n, decay + r,
-                                 o + r * width, width);
-      });
+      for (int first = 0; first < it.rows; first += GROUP) {
+        const int rows = std::min<int>(GROUP, it.rows - first);
+        const int64_t last = position(it.sequence, it.first_row + first + rows - 1);
+        const int seen = std::min<int64_t>(n, last + 1 - begin);
+        if (seen <= 0) continue;
+        const auto scores = rows > W ? tile_scores<2, O> : tile_scores<1, O>;
+        scores(queries + first * width, k, seen, D, scale * LOG2E, s);
+        hide_future(it, first, rows, begin, seen, s, 1, GROUP);
+        for (int r = 0; r < rows; r += W)
+          softmax<O>(s + r, seen, m + first + r, l + first + r, decay + r);
+        in_groups(rows, [&](auto group, int r) {
+          add_all_values<O, group>((const unit*)s + r, 1, GROUP,
+                                   are_units ? (const unit* const*)v : units_of_v, seen, decay + r,
+                                   o + (first + r) * width, width);
+        });
+      }
     }
   }
 
@@ -260,10 +266,10 @@ template <class T> struct Attention {
   //     key:             4 5 6 7
   //     row at place 5:  x x . .    a row sees keys up to its own position
   //     row at place 6:  x x x .
-  void hide_future(const Item& it, int64_t begin, int n, float* s, int64_t row_step,
-                   int64_t key_step) const {
-    for (int r = 0; r < it.rows; r++) {
-      const int64_t seen = position(it.sequence, it.first_row + r) + 1 - begin;
+  void hide_future(const Item& it, int first, int rows, int64_t begin, int n, float* s,
+                   int64_t row_step, int64_t key_step) const {
+    for (int r = 0; r < rows; r++) {
+      const int64_t seen = position(it.sequence, it.first_row + first + r) + 1 - begin;
       for (int64_t key = std::max<int64_t>(0, seen); key < n; key++)
         s[key * key_step + r * row_step] = -INFINITY;
     }
