@@ -42,7 +42,8 @@
 
 namespace {
 
-constexpr int SPLIT = 64;            // keys of an item, if one tile holds all rows of its sequence
+constexpr int SPLIT = 64;            // keys of an item, if its sequence has few rows: so many
+constexpr int SPLIT_ROWS = 64;
 constexpr int STREAM_ROWS = 4;       // up to here bandwidth counts, not products
 constexpr int AHEAD = 4;             // keys that are prefetched: pages lie anywhere
 
@@ -100,7 +101,8 @@ template <class T> struct Attention {
       for (int64_t tile = last_tile; tile >= 0; tile--) {  // longest first: threads end together
         const int64_t first = tile * ROWS, rows = std::min<int64_t>(ROWS, all_rows - first);
         const int64_t end = seq_lens[i] == 0 ? 0 : position(i, first + rows - 1) + 1;
-        const int64_t parts = last_tile > 0 || end == 0 ? 1 : (end + SPLIT - 1) / SPLIT;
+        const bool is_split = all_rows <= SPLIT_ROWS && end > 0;
+        const int64_t parts = is_split ? (end + SPLIT - 1) / SPLIT : 1;
         for (int64_t part = 0; part < parts; part++) {
           const int64_t stop = part + 1 == parts ? end : (part + 1) * SPLIT;
           items.push_back({i, first, rows, part * SPLIT, stop, part, parts, results});
